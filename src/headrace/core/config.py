@@ -1,0 +1,28 @@
+"""The engine's configuration: frozen, validated where it is resolved (``engine.resolve``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KV_FORMATS = ("f32", "bf16")
+EXPERT_MODES = ("auto", "gpu", "cpu", "stream", "hybrid")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user may choose. ``None`` means that ``engine.resolve`` chooses and records why."""
+
+    model: str  # a directory, a .gguf file, a hub id or an alias
+    context: int | None = None  # tokens a sequence may hold, prompt and answer together
+    threads: int | None = None  # CPU worker threads, the calling thread included
+    ram_budget_nbytes: int | None = None
+    vram_budget_nbytes: int | None = None
+    kv_format: str | None = None  # one of KV_FORMATS
+    experts: str = "auto"  # one of EXPERT_MODES
+    block_tokens: int | None = None  # tokens per KV block: 16, 32, 64 or 128
+    max_batch_tokens: int | None = None  # tokens per step, prefill and decode together
+    max_num_seqs: int | None = None  # sequences that run at once
+    kv_tokens: int | None = None  # tokens that the KV pool holds over all sequences
+    prefix_cache: bool = True
+    backend: str | None = None  # force one op back-end: "cpu" or "reference"
+    repair_nan_scales: bool = False  # set NaN block scales to zero instead of refusing the file

@@ -1,0 +1,76 @@
+"""Operations by name and back-end. Everything above asks here; nobody imports a kernel directly.
+
+The signatures are one contract for every back-end (docs/architecture.md lists them); shapes and
+dtypes stand in ``headrace.ops.reference``, whose functions are the oracles of the parity tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.core.errors import InternalError
+
+# The back-end packages, each with a module-level ``OPS: tuple[Op, ...]``, or ``available() -> str |
+# None`` that says why it cannot be used here.
+BACKENDS = ("cpu", "reference")
+
+OP_NAMES = (
+    "embed",
+    "rmsnorm",
+    "linear",
+    "linear_group",
+    "gated_linear",
+    "rope",
+    "kv_append",
+    "attention_prefill",
+    "attention_decode",
+    "router_topk",
+    "moe",
+)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle."""
+
+    name: str
+    backend: str
+    function: Callable[..., Any]
+    tolerance: float
+
+
+class OpSet:
+    """The implementations chosen for a device, as attributes: ``ops.linear(x, weight)``."""
+
+    def __init__(self, chosen: dict[str, Op]) -> None:
+        self.chosen = chosen
+        for name, op in chosen.items():
+            setattr(self, name, op.function)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise InternalError(f"operation {name!r} has no implementation on this device")
+
+    def describe(self) -> dict[str, str]:
+        """Which back-end serves each operation."""
+        return {name: op.backend for name, op in self.chosen.items()}
+
+
+def unavailable_reason(backend: str) -> str | None:
+    """Why ``backend`` cannot be used on this machine, or None if it can."""
+    module = importlib.import_module(f"headrace.ops.{backend}")
+    check = getattr(module, "available", None)
+    return check() if check is not None else None
+
+
+def resolve(backends: Sequence[str]) -> OpSet:
+    """Take each operation from the first of ``backends`` that is usable here and has it."""
+    chosen: dict[str, Op] = {}
+    for backend in backends:
+        if unavailable_reason(backend) is not None:
+            continue
+        for op in importlib.import_module(f"headrace.ops.{backend}").OPS:
+            chosen.setdefault(op.name, op)
+    return OpSet(chosen)
