@@ -137,25 +137,6 @@ def pack_iq4_xs(d: float, s: Sequence[int], q: Sequence[int]) -> bytes:
     return half_bytes(d) + high + low + groups
 
 
-def e2m1(code: int) -> float:
-    """Sign, two exponent bits of bias 1, one mantissa bit; exponent 0 is subnormal."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    size = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
-    return -size if code & 8 else size
-
-
-def e4m3(byte: int) -> float:
-    exponent, mantissa = (byte >> 3) & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if byte & 128 else size
-
-
-def e8m0(byte: int) -> float:
-    return float("nan") if byte == 255 else 2.0 ** (byte - 127)
-
-
 def same_bits(found: Floats, expected: Floats) -> None:
     """Assert equal float32 bit patterns; NaNs are equal whatever their payload."""
     assert found.dtype == expected.dtype == np.float32

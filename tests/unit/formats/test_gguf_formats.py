@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.unit.formats import bits
 
 from headrace.core.numeric import FORMATS, IQ4_VALUES
 from headrace.formats.base import PackedTensor, dequantize
+from tests.unit.formats import bits
 
 TYPES = tuple(n for n, f in FORMATS.items() if f.gguf_type is not None and f.block_weights > 1)
 HALVES = {
