@@ -1,7 +1,8 @@
 """Numeric formats as plain data: how many weights a block holds and how many bytes it takes.
 
-The values themselves (bit layouts, references, kernels) live in ``headrace.formats``; this table is
-what the planner, the checkpoint readers and the memory plan need, and it imports nothing.
+Bit layouts and references live in ``headrace.formats``; this table is what the planner, the
+checkpoint readers and the memory plan need, and it imports nothing. The small code books that
+several formats share (E2M1, E8M0, E4M3, IQ4) are here too, so that everybody reads one table.
 """
 
 from __future__ import annotations
@@ -58,3 +59,46 @@ FORMATS: dict[str, NumericFormat] = {
 GGUF_TYPES: dict[int, NumericFormat] = {
     f.gguf_type: f for f in FORMATS.values() if f.gguf_type is not None
 }
+
+
+# FP4 E2M1, indexed by code: one sign, two exponent (bias 1), one mantissa bit. No infinity, no NaN.
+# OCP Microscaling Formats (MX) v1.0, section 5.3.3.
+E2M1_VALUES: tuple[float, ...] = (
+    *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+)
+
+# The 4-bit code book of IQ4_NL and IQ4_XS, indexed by code; each weight is scale * value.
+# llama.cpp, ggml/src/ggml-common.h (kvalues_iq4nl).
+IQ4_VALUES: tuple[int, ...] = (
+    *(-127, -104, -83, -65, -49, -35, -22, -10),
+    *(1, 13, 25, 38, 53, 69, 89, 113),
+)
+
+
+def e8m0_value(byte: int) -> float:
+    """Decode an E8M0 scale: 2 ** (byte - 127), and NaN for 255.
+
+    There is no zero, no sign and no infinity (OCP MX v1.0, section 5.4.1). Byte 0 is 2 ** -127,
+    which float32 holds as a subnormal.
+    """
+    return float("nan") if byte == 0xFF else 2.0 ** (byte - 127)
+
+
+def e4m3_value(byte: int) -> float:
+    """Decode FP8 E4M3 in its finite variant (``fn``): bias 7, no infinity, NaN at 0x7F and 0xFF.
+
+    Largest value 448 (0x7E), smallest normal 2 ** -6, smallest subnormal 2 ** -9 (OCP 8-bit
+    Floating Point Specification v1.0, table 1).
+    """
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = (byte >> 3) & 0xF, byte & 0x7
+    if exponent == 0xF and mantissa == 0x7:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+E8M0_VALUES: tuple[float, ...] = tuple(e8m0_value(b) for b in range(256))
+E4M3_VALUES: tuple[float, ...] = tuple(e4m3_value(b) for b in range(256))

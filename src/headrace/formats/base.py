@@ -6,10 +6,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
-from headrace.core.errors import UnsupportedModelError
+from headrace.core.errors import CheckpointError, UnsupportedModelError
+from headrace.core.numeric import FORMATS
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class PackedTensor:
 
     format: str
     shape: tuple[int, ...]
-    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     @property
     def rows(self) -> int:
@@ -54,27 +56,48 @@ class PackedTensor:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one stored part must be: its dtype and the shapes that are allowed."""
+
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+
+
+Layout = Callable[[tuple[int, ...]], Mapping[str, Part]]
+
+
+@dataclass(frozen=True)
 class Format:
     """One format's reference code. ``name`` is a key of ``core.numeric.FORMATS``.
 
     dequantize: PackedTensor -> float32 tensor of its logical shape, exact.
-    find_nan: PackedTensor -> flat index of the first block whose scale is NaN, or None.
-    zero_nan: set those scales to zero in place (an opt-in repair).
+    find_nan: PackedTensor -> flat index of the first block whose scale is NaN, or None. Blocks are
+        counted along the last dimension first; where a block is one weight (``f32``, ``bf16``,
+        ``fp8_e4m3``) the index is the first weight that is NaN. A NaN scale of a whole tensor or
+        expert damages all its blocks, so its first block is the answer.
+    zero_nan: make every such block stand for zeros, in place (an opt-in repair), and return how
+        many scales (for one-weight blocks: weights or scales) were repaired. Only damaged bytes
+        are written, so that a copy-on-write map copies only their pages.
+    layout: logical shape -> the parts that must be there.
+    quantize: float32 [..., rows, cols] -> PackedTensor, where the format has an encoder.
     """
 
     name: str
     dequantize: Callable[[PackedTensor], torch.Tensor]
     find_nan: Callable[[PackedTensor], int | None]
     zero_nan: Callable[[PackedTensor], int]
+    layout: Layout
+    quantize: Callable[[torch.Tensor], PackedTensor] | None = None
 
 
-def load_formats() -> dict[str, Format]:
+@cache
+def load_formats() -> Mapping[str, Format]:
     """Import every module beside this one and collect its ``FORMAT`` (or ``FORMATS``) record."""
     import headrace.formats as package
 
     found: dict[str, Format] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name == "base":
+        if info.name in ("base", "packing"):
             continue
         module = importlib.import_module(f"headrace.formats.{info.name}")
         records = getattr(module, "FORMATS", None) or (module.FORMAT,)
@@ -83,12 +106,93 @@ def load_formats() -> dict[str, Format]:
     return found
 
 
-def dequantize(packed: PackedTensor) -> torch.Tensor:
-    """Return ``packed`` as float32, exactly the values that its bytes stand for."""
+def format_of(packed: PackedTensor) -> Format:
+    """Return the record of ``packed``'s format.
+
+    Raises:
+        UnsupportedModelError: no module here implements it.
+    """
     formats = load_formats()
     if packed.format not in formats:
         raise UnsupportedModelError(
             f"numeric format {packed.format!r} is not implemented",
             hint=f"supported: {', '.join(sorted(formats))}",
         )
-    return formats[packed.format].dequantize(packed)
+    return formats[packed.format]
+
+
+def dequantize(packed: PackedTensor) -> torch.Tensor:
+    """Return ``packed`` as float32, exactly the values that its bytes stand for."""
+    return format_of(packed).dequantize(packed)
+
+
+def find_nan(packed: PackedTensor) -> int | None:
+    """Return the flat index of the first block of ``packed`` whose scale is NaN, or None."""
+    return format_of(packed).find_nan(packed)
+
+
+def zero_nan(packed: PackedTensor) -> int:
+    """Make every block of ``packed`` with a NaN scale stand for zeros; return how many scales."""
+    return format_of(packed).zero_nan(packed)
+
+
+def check_parts(packed: PackedTensor) -> None:
+    """Check that the stored parts have the dtypes and shapes that the logical shape implies.
+
+    Raises:
+        UnsupportedModelError: the format is not implemented.
+        CheckpointError: names format and part, what was found and what was expected.
+    """
+    check_layout(packed, format_of(packed).layout)
+
+
+def check_layout(packed: PackedTensor, layout: Layout) -> None:
+    """Check ``packed`` against the parts of one format; see ``check_parts``."""
+    name = packed.format
+    expected = layout(packed.shape)
+    if set(packed.parts) != set(expected):
+        raise CheckpointError(
+            f"{name} tensor of shape {list(packed.shape)} has the parts "
+            f"{sorted(packed.parts)}, expected {sorted(expected)}",
+            hint="a tensor of the checkpoint is missing, or belongs to another numeric format",
+        )
+    for part, want in expected.items():
+        found = packed.parts[part]
+        if found.dtype != want.dtype:
+            raise CheckpointError(
+                f"{name} tensor of shape {list(packed.shape)}: part {part!r} has dtype "
+                f"{_dtype_name(found.dtype)}, expected {_dtype_name(want.dtype)}",
+                hint="the checkpoint's tensor was stored in another type than its format says",
+            )
+        if tuple(found.shape) not in want.shapes:
+            options = " or ".join(str(list(s)) for s in want.shapes)
+            raise CheckpointError(
+                f"{name} tensor of shape {list(packed.shape)}: part {part!r} has shape "
+                f"{list(found.shape)}, expected {options}",
+                hint="the file does not hold the tensor that the configuration describes",
+            )
+        if found.ndim and found.shape[-1] > 1 and found.stride(-1) != 1:
+            raise CheckpointError(
+                f"{name} tensor: part {part!r} has stride {found.stride(-1)} along its last "
+                "dimension, expected 1",
+                hint="select rows or experts of a packed tensor, never columns with a step",
+            )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def blocks_per_row(name: str, shape: tuple[int, ...]) -> int:
+    """Blocks of format ``name`` in one row of a tensor of this logical shape.
+
+    Raises:
+        CheckpointError: the row is not a whole number of blocks.
+    """
+    weights = FORMATS[name].block_weights
+    if not shape or shape[-1] % weights:
+        raise CheckpointError(
+            f"{name} tensor of shape {list(shape)}: a row must be a multiple of {weights} weights",
+            hint="a block cannot be cut; the shape or the format is wrong",
+        )
+    return shape[-1] // weights
