@@ -117,7 +117,7 @@ def num_parameters(spec: ModelSpec) -> ParameterCounts:
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
-    """Weights that one token reads: the chosen experts only, and one row of a separate embedding."""
+    """Weights that one token reads: chosen experts only, one row of a separate embedding."""
     counts = num_parameters(spec)
     total = counts.total
     if not spec.tie_embeddings:

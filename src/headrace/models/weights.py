@@ -91,7 +91,7 @@ class WeightSource:
         return raw
 
     def _tensor(self, part: npt.NDArray[Any], format_name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(part)
+        tensor = torch.from_numpy(part)  # pyright: ignore[reportUnknownMemberType]
         if part.dtype == np.uint16 and format_name in _TWO_BYTE_FLOATS:
             tensor = tensor.view(_TWO_BYTE_FLOATS[format_name])
         return tensor.to(self._device)

@@ -17,8 +17,8 @@ from headrace.core.model_spec import ModelSpec
 class Family:
     """One family of architectures.
 
-    ``hf_names`` and ``gguf_names`` map stored names to canonical ones; ``{i}`` stands for the layer,
-    ``{e}`` for the expert. The canonical names, all optional but the first two: ``embed``,
+    ``hf_names`` and ``gguf_names`` map stored names to canonical ones; ``{i}`` stands for the
+    layer, ``{e}`` for the expert. The canonical names, all optional but the first two: ``embed``,
     ``final_norm``, ``lm_head`` and, under ``layers.{i}.``: ``attn_norm``, ``q``, ``k``, ``v``,
     ``o``, ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias``, ``q_norm``, ``k_norm``, ``sinks``,
     ``ffn_norm``, ``gate``, ``up``, ``down``, ``router``, ``router_bias``, ``experts.gate``,
@@ -37,7 +37,7 @@ class Family:
     spec: Callable[[Mapping[str, Any]], ModelSpec]
     hf_names: Mapping[str, str]
     gguf_architecture: str | None = None
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, str] = field(default_factory=dict[str, str])
     gguf_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # metadata -> config
     gguf_rope: Literal["halves", "interleaved"] = "halves"  # how stored q/k rows pair up for RoPE
     # Stacked experts in float32, float16 or bfloat16 are stored [experts, in, out] (safetensors).

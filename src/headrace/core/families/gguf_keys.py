@@ -27,8 +27,8 @@ def read_common(
 ) -> dict[str, Any]:
     """The config.json keys that every family has. Families add their own, then call ``finish``.
 
-    ``tie_word_embeddings`` is true here: GGUF has no such key, a file without ``output.weight`` ties.
-    The reader of the file, which knows its tensors, sets it to false where there is one.
+    ``tie_word_embeddings`` is true here: GGUF has no such key, a file without ``output.weight``
+    ties. The reader of the file, which knows its tensors, sets it to false where there is one.
     """
     heads = _one(reader, "attention.head_count")
     hidden = reader.integer("embedding_length")

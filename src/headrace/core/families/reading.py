@@ -1,4 +1,4 @@
-"""Typed reading of a model's configuration, where every key is used, known to be harmless, or refused.
+"""Typed reading of a configuration, where every key is used, known to be harmless, or refused.
 
 A key that this code has never heard of may change what the model computes. Ignoring it would give
 fluent nonsense, so it is an error that names the key, unless its value is one that switches a
@@ -7,9 +7,9 @@ feature off (null, false, an empty list, or the key's neutral value).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.model_spec import LayerSpec, RopeSpec
@@ -128,10 +128,12 @@ class ConfigReader:
     def number(self, *names: str, default: Any = _MISSING, above: float = 0.0) -> float:
         """A finite number larger than ``above``."""
         value = self.raw(*names, default=default)
-        good = isinstance(value, Real) and not isinstance(value, bool)
-        if not good or not above < float(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise self._wrong(names[0], value, f"a number larger than {above:g}")
-        return float(value)
+        number = float(value)
+        if not above < number < float("inf"):
+            raise self._wrong(names[0], value, f"a number larger than {above:g}")
+        return number
 
     def flag(self, name: str, *, default: Any = _MISSING) -> bool:
         """true or false."""
@@ -145,14 +147,17 @@ class ConfigReader:
         value = self.raw(name, default=None)
         if value is None:
             return None
-        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        items = cast("Sequence[Any]", value if isinstance(value, list | tuple) else (None,))
+        if not all(isinstance(v, str) for v in items):
             raise self._wrong(name, value, "a list of strings")
-        return tuple(value)
+        return tuple(items)
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A whole number or a list of them, of at least zero; empty where there is none."""
         value = self.raw(name, default=None)
-        items = () if value is None else value if isinstance(value, list | tuple) else (value,)
+        items = cast("Sequence[Any]", value if isinstance(value, list | tuple) else (value,))
+        if value is None:
+            return ()
         if any(isinstance(v, bool) or not isinstance(v, Integral) or v < 0 for v in items):
             raise self._wrong(name, value, "a whole number or a list of them")
         return tuple(int(v) for v in items)
@@ -231,7 +236,7 @@ def read_heads(reader: ConfigReader, *, head_dim: bool = True) -> tuple[int, int
 def read_rope(
     reader: ConfigReader, head_dim: int, max_context: int, *, theta: float, truncate: bool = True
 ) -> RopeSpec:
-    """Read the rotary embedding: ``rope_parameters``, or the older ``rope_theta`` + ``rope_scaling``.
+    """Read the rotary embedding: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
 
     ``theta`` and ``truncate`` are the family's defaults.
     """
@@ -241,12 +246,13 @@ def read_rope(
     for name, given in (("rope_scaling", older), ("rope_parameters", nested)):
         if given is None:
             continue
-        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        inner = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else None
+        if inner is None or any(isinstance(v, Mapping) for v in inner.values()):
             raise UnsupportedModelError(
                 f"{reader.where}: {name} = {given!r} is not implemented",
                 hint="one set of rope parameters for all layers is supported",
             )
-        values.update(given)
+        values.update(inner)
     outer = reader.raw("rope_theta", default=None)
     if outer is not None and values.setdefault("rope_theta", outer) != outer:
         raise ConfigError(

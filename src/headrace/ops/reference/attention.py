@@ -54,8 +54,8 @@ def attention(
     each head that takes part in the softmax's denominator only. Returns float32 [T, H, hd].
     """
     out = torch.empty_like(q)
-    starts = batch.query_start.tolist()
-    for seq, context in enumerate(batch.context_lens.tolist()):
+    starts = [int(start) for start in batch.query_start]
+    for seq, context in enumerate(int(n) for n in batch.context_lens):
         for start in range(starts[seq], starts[seq + 1], QUERY_ROWS):
             stop = min(start + QUERY_ROWS, starts[seq + 1])
             positions = batch.positions[start:stop]

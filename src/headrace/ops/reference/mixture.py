@@ -56,9 +56,7 @@ def moe(
             f"expert ids {int(ids.min())} to {int(ids.max())} of {num_experts} experts"
         )
     out = torch.zeros_like(x)
-    for expert in torch.unique(ids).tolist():
-        if expert < 0:
-            continue
+    for expert in sorted({int(i) for i in ids.flatten()} - {-1}):
         row, place = torch.nonzero(ids == expert, as_tuple=True)
         y = _expert(x[row], expert, experts, act)
         out.index_add_(0, row, y * weights[row, place, None])

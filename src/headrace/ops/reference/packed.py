@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 
-from headrace.core.errors import UnsupportedModelError
-from headrace.formats.base import Format, PackedTensor, load_formats
+from headrace.formats.base import PackedTensor, dequantize
 
 # Elements that are unpacked at once: 2^22 floats are 16 MiB, so that a vocabulary-sized matrix does
 # not need a float32 copy of itself.
@@ -19,25 +17,16 @@ FP8_BLOCK_ROWS = 128
 
 _FLOATS = ("f32", "f16", "bf16")
 
-_formats = cache(load_formats)
-
 
 def to_float(packed: PackedTensor) -> torch.Tensor:
     """Return ``packed`` as float32 of its logical shape; float32 weights are not copied."""
     if packed.format in _FLOATS:
         return packed.parts["data"].float()
-    found: Format | None = _formats().get(packed.format)
-    if found is None:
-        raise UnsupportedModelError(
-            f"numeric format {packed.format!r} is not implemented",
-            hint=f"supported: {', '.join(sorted({*_FLOATS, *_formats()}))}",
-        )
-    return found.dequantize(packed)
+    return dequantize(packed)
 
 
 def take_rows(packed: PackedTensor, start: int, stop: int) -> PackedTensor:
-    """Rows ``start`` to ``stop`` as views; for fp8 with block scales ``start`` must be a multiple of
-    128."""
+    """Rows ``start`` to ``stop`` as views; for fp8's blocks ``start`` is a multiple of 128."""
     if start == 0 and stop == packed.rows:
         return packed
     parts: dict[str, torch.Tensor] = {}
