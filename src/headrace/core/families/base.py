@@ -17,14 +17,19 @@ from headrace.core.model_spec import ModelSpec
 class Family:
     """One family of architectures.
 
-    ``hf_names`` and ``gguf_names`` map stored names to canonical ones; ``{i}`` stands for the layer,
-    ``{e}`` for the expert. The canonical names, all optional but the first two: ``embed``,
+    ``hf_names`` and ``gguf_names`` map stored names to canonical ones; ``{i}`` stands for the
+    layer, ``{e}`` for the expert. The canonical names, all optional but the first two: ``embed``,
     ``final_norm``, ``lm_head`` and, under ``layers.{i}.``: ``attn_norm``, ``q``, ``k``, ``v``,
     ``o``, ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias``, ``q_norm``, ``k_norm``, ``sinks``,
     ``ffn_norm``, ``gate``, ``up``, ``down``, ``router``, ``router_bias``, ``experts.gate``,
     ``experts.up``, ``experts.down``, ``experts.gate_bias``, ``experts.up_bias``,
     ``experts.down_bias``, ``experts.gate_up``, ``experts.gate_up_bias`` (stacked,
     experts first), or ``experts.{e}.gate`` and so on where a checkpoint stores them one by one.
+    ``rope_freqs`` holds divisors of RoPE's frequencies (GGUF); ``layers.{i}.rope_inv_freq`` is what
+    theta already gives, and is not loaded.
+
+    ``gguf_config`` says ``tie_word_embeddings: true``, since metadata does not tell: the reader of
+    the file sets it to false where ``output.weight`` exists.
     """
 
     name: str  # config.json's model_type
@@ -32,9 +37,15 @@ class Family:
     spec: Callable[[Mapping[str, Any]], ModelSpec]
     hf_names: Mapping[str, str]
     gguf_architecture: str | None = None
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, str] = field(default_factory=dict[str, str])
     gguf_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # metadata -> config
     gguf_rope: Literal["halves", "interleaved"] = "halves"  # how stored q/k rows pair up for RoPE
+    # Stacked experts in float32, float16 or bfloat16 are stored [experts, in, out] (safetensors).
+    unquantised_experts_transposed: bool = False
+
+
+# Modules of this package that several families share.
+_SHARED = ("base", "reading", "naming", "gguf_keys")
 
 
 @cache
@@ -44,7 +55,7 @@ def families() -> dict[str, Family]:
 
     found: dict[str, Family] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name in ("base", "reading"):
+        if info.name in _SHARED:
             continue
         family: Family = importlib.import_module(f"headrace.core.families.{info.name}").FAMILY
         found[family.name] = family

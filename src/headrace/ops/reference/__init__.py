@@ -1,0 +1,23 @@
+"""Every operation in plain, readable PyTorch: the oracle of the parity tests, and the fallback."""
+
+from headrace.ops.reference import attention, dense, mixture
+from headrace.ops.registry import Op
+
+# Largest |difference| / largest |value| to a float64 oracle: sums of up to a few thousand float32
+# products, each rounded to 2^-24, err by about sqrt(K) * 6e-8.
+_SUM = 1e-5
+_ELEMENT = 1e-6
+
+OPS: tuple[Op, ...] = (
+    Op("embed", "reference", dense.embed, 0.0),
+    Op("rmsnorm", "reference", dense.rmsnorm, _ELEMENT),
+    Op("linear", "reference", dense.linear, _SUM),
+    Op("linear_group", "reference", dense.linear_group, _SUM),
+    Op("gated_linear", "reference", dense.gated_linear, _SUM),
+    Op("rope", "reference", attention.rope, _ELEMENT),
+    Op("kv_append", "reference", attention.kv_append, 0.0),
+    Op("attention_prefill", "reference", attention.attention, _SUM),
+    Op("attention_decode", "reference", attention.attention, _SUM),
+    Op("router_topk", "reference", mixture.router_topk, _ELEMENT),
+    Op("moe", "reference", mixture.moe, _SUM),
+)

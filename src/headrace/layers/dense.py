@@ -1,0 +1,31 @@
+"""The dense gated feed-forward."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.formats.base import PackedTensor
+from headrace.ops.records import Activation
+from headrace.ops.registry import OpSet
+
+
+class DenseFeedForward:
+    """down(act(gate(x), up(x))) + residual; gate, up [I, D], down [D, I] as stored."""
+
+    __slots__ = ("_act", "_down", "_gate", "_ops", "_up")
+
+    def __init__(
+        self,
+        ops: OpSet,
+        gate: PackedTensor,
+        up: PackedTensor,
+        down: PackedTensor,
+        act: Activation,
+    ) -> None:
+        self._ops = ops
+        self._gate, self._up, self._down, self._act = gate, up, down, act
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x (normalised) and residual: float32 [T, D] -> float32 [T, D]."""
+        inner = self._ops.gated_linear(x, self._gate, self._up, self._act)
+        return self._ops.linear(inner, self._down, None, residual)

@@ -1,0 +1,102 @@
+"""The decoder of every family: what differs between them is data in ``ModelSpec``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headrace.core.errors import InternalError
+from headrace.core.model_spec import ModelSpec
+from headrace.formats.base import PackedTensor
+from headrace.layers.attention import Attention
+from headrace.layers.dense import DenseFeedForward
+from headrace.layers.linear import Linear
+from headrace.layers.moe import Mixture, RoutingObserver
+from headrace.layers.norm import Norm
+from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.registry import OpSet
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then + feed-forward(norm(x)); both residuals are added in the ops."""
+
+    __slots__ = ("_attention", "_attention_norm", "_feed_forward_norm", "feed_forward")
+
+    def __init__(
+        self,
+        attention_norm: Norm,
+        attention: Attention,
+        feed_forward_norm: Norm,
+        feed_forward: DenseFeedForward | Mixture,
+    ) -> None:
+        self._attention_norm = attention_norm
+        self._attention = attention
+        self._feed_forward_norm = feed_forward_norm
+        self.feed_forward = feed_forward
+
+    def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
+        """x: float32 [T, D] -> float32 [T, D]."""
+        x = self._attention(self._attention_norm(x), x, batch, cache)
+        return self.feed_forward(self._feed_forward_norm(x), x)
+
+
+class Decoder:
+    """A loaded model.
+
+    Its results are inference tensors: callers that change them in place do so under
+    ``torch.inference_mode()``, too.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: OpSet,
+        embed: PackedTensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Norm,
+        lm_head: PackedTensor,
+        max_positions: int,
+    ) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.max_positions = max_positions  # rows of the rotary table
+        self._embed = embed
+        self._layers = tuple(layers)
+        self._final_norm = final_norm
+        self._lm_head = Linear(ops, lm_head)
+
+    @property
+    def on_routing(self) -> RoutingObserver | None:
+        """Called with (layer, expert ids int32 [T, k]) at every mixture; None to switch it off."""
+        for layer in self._layers:
+            if isinstance(layer.feed_forward, Mixture):
+                return layer.feed_forward.on_routing
+        return None
+
+    @on_routing.setter
+    def on_routing(self, observer: RoutingObserver | None) -> None:
+        for layer in self._layers:
+            if isinstance(layer.feed_forward, Mixture):
+                layer.feed_forward.on_routing = observer
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerKV]
+    ) -> torch.Tensor:
+        """Run one step and append its keys and values.
+
+        token_ids: int64 [T], the rows of ``batch``; kv: one cache for each layer.
+        Returns float32 [T, D], the final norm applied.
+        """
+        if len(kv) != len(self._layers):
+            raise InternalError(f"{len(kv)} layer caches for {len(self._layers)} layers")
+        x = self.ops.embed(self._embed, token_ids)
+        for layer, cache in zip(self._layers, kv):
+            x = layer(x, batch, cache)
+        return self._final_norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: float32 [R, D], rows of what ``forward`` returned. Returns float32 [R, V]."""
+        return self._lm_head(hidden)

@@ -1,0 +1,146 @@
+"""From a checkpoint's raw tensors to packed weights: views, checked against the model's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.checkpoint.records import Checkpoint, RawTensor
+from headrace.core.errors import CheckpointError
+from headrace.formats.base import PackedTensor, dequantize
+
+# NumPy carries two-byte floats as their bits.
+_TWO_BYTE_FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+FLOAT_FORMATS = frozenset({"f32", "f16", "bf16"})
+
+
+class WeightSource:
+    """Hands out a checkpoint's tensors by canonical name and remembers which were taken."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this canonical name."""
+        return name in self._checkpoint.tensors
+
+    def skip(self, name: str) -> None:
+        """Mark a tensor as known and not needed."""
+        self._taken.add(name)
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> PackedTensor:
+        """A tensor as stored, without a copy on the host.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
+        raw = self._raw(name, shape)
+        parts = {key: self._tensor(part, raw.format) for key, part in raw.parts.items()}
+        return PackedTensor(raw.format, tuple(raw.shape), parts)
+
+    def small(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A small tensor (norm, bias, sinks, router) as float32.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
+        packed = self.packed(name, shape)
+        if packed.format in FLOAT_FORMATS:
+            return packed.parts["data"].float()
+        return dequantize(packed)
+
+    def optional(self, name: str, shape: tuple[int, ...], *, wanted: bool) -> torch.Tensor | None:
+        """``small`` where the model has such a tensor, else None."""
+        return self.small(name, shape) if wanted else None
+
+    def require_all_taken(self) -> None:
+        """Refuse a checkpoint with weights that the model would leave out.
+
+        Raises:
+            CheckpointError: names the first of them.
+        """
+        left = sorted(set(self._checkpoint.tensors) - self._taken)
+        if left:
+            raise CheckpointError(
+                f"{self._checkpoint.tensors[left[0]].source}: the model has no place for "
+                f"{left[0]!r} ({len(left)} such tensors)",
+                hint="the configuration and the weights belong to different models",
+            )
+
+    def _raw(self, name: str, shape: tuple[int, ...]) -> RawTensor:
+        raw = self._checkpoint.tensors.get(name)
+        if raw is None:
+            stored = _stored_name(self._checkpoint, name)
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {stored} is missing, expected shape {list(shape)}",
+                hint="the download is incomplete, or the configuration belongs to another model",
+            )
+        self._taken.add(name)
+        if tuple(raw.shape) != shape:
+            raise CheckpointError(
+                f"{raw.source}: shape {list(raw.shape)}, expected {list(shape)} "
+                "from the configuration",
+                hint="the configuration and the weights belong to different models",
+            )
+        return raw
+
+    def _tensor(self, part: npt.NDArray[Any], format_name: str) -> torch.Tensor:
+        tensor = torch.from_numpy(part)  # pyright: ignore[reportUnknownMemberType]
+        if part.dtype == np.uint16 and format_name in _TWO_BYTE_FLOATS:
+            tensor = tensor.view(_TWO_BYTE_FLOATS[format_name])
+        return tensor.to(self._device)
+
+
+def _stored_name(checkpoint: Checkpoint, name: str) -> str:
+    """The name under which the file would hold a canonical tensor, for messages."""
+    family = checkpoint.family
+    names = family.gguf_names if checkpoint.kind == "gguf" else family.hf_names
+    pieces = name.split(".")
+    layer = pieces[1] if pieces[0] == "layers" else ""
+    expert = pieces[3] if len(pieces) > 4 and pieces[3].isdigit() else ""
+    for stored, ours in names.items():
+        if ours.replace("{i}", layer).replace("{e}", expert) == name:
+            return stored.replace("{i}", layer).replace("{e}", expert)
+    return name
+
+
+def split_rows(stacked: PackedTensor, *, interleaved: bool) -> tuple[PackedTensor, PackedTensor]:
+    """Cut a joined [experts, 2 I, D] into gate and up [experts, I, D], as views.
+
+    ``interleaved``: rows 2i are gate, 2i + 1 up; else the first half is gate, the second up.
+
+    Raises:
+        CheckpointError: fp8 block scales (of 128 rows) do not fall apart that way.
+    """
+    half = stacked.rows // 2
+    gate: dict[str, torch.Tensor] = {}
+    up: dict[str, torch.Tensor] = {}
+    for name, part in stacked.parts.items():
+        if name == "global_scale" or (name == "scale" and part.ndim < 2):
+            gate[name] = up[name] = part
+        elif name == "scale":
+            if interleaved or half % 128:
+                raise CheckpointError(
+                    f"fp8 blocks of 128 rows cross from gate to up in a joined tensor of "
+                    f"{stacked.rows} rows",
+                    hint="store gate and up apart",
+                )
+            gate[name], up[name] = part[..., : half // 128, :], part[..., half // 128 :, :]
+        elif interleaved:
+            gate[name], up[name] = part[..., 0::2, :], part[..., 1::2, :]
+        else:
+            gate[name], up[name] = part[..., :half, :], part[..., half:, :]
+    shape = (*stacked.shape[:-2], half, stacked.cols)
+    return PackedTensor(stacked.format, shape, gate), PackedTensor(stacked.format, shape, up)
+
+
+def transpose_stacked(stored: PackedTensor) -> PackedTensor:
+    """[experts, in, out] -> [experts, out, in]; the only weights that are copied at load."""
+    data = stored.parts["data"].transpose(1, 2).contiguous()
+    return PackedTensor(stored.format, tuple(data.shape), {"data": data})
