@@ -1,0 +1,147 @@
+"""``headrace doctor``: what is here, what of it will be used, and why.
+
+It reports and never fails: whatever cannot be found out is said in the line it belongs to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from headrace import __version__
+from headrace.cli.flags import Commands, add_command
+from headrace.cli.sizes import format_size
+from headrace.machine.probe import Machine, importable, probe_machine
+from headrace.machine.threads import ThreadChoice, choose_threads
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "doctor", "say what hardware and software is here and what will be used", run
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Back-ends with None, or the reason why they cannot be used; and what serves each op."""
+
+    reasons: dict[str, str | None]
+    serving: dict[str, str]
+
+
+def look_at_kernels() -> Kernels:
+    """Import the op registry and ask each back-end. Imports torch where it is installed."""
+    if not importable("torch"):
+        missing = "torch is not installed"
+        return Kernels({"cpu": missing, "reference": missing}, {})
+    from headrace.machine.device import HostDevice
+    from headrace.ops import registry
+
+    reasons: dict[str, str | None] = {}
+    for name in HostDevice.backends:
+        try:
+            reasons[name] = registry.unavailable_reason(name)
+        except Exception as error:  # whatever is broken there is what the user came to read
+            reasons[name] = f"cannot be imported: {type(error).__name__}: {error}"
+    usable = [name for name, reason in reasons.items() if reason is None]
+    try:
+        return Kernels(reasons, registry.resolve(usable).describe())
+    except Exception as error:
+        return Kernels({**reasons, "registry": f"{type(error).__name__}: {error}"}, {})
+
+
+def native_line(kernels: Kernels) -> str:
+    """The state of the C++ extension in one sentence."""
+    reason = kernels.reasons.get("cpu")
+    if reason is None:
+        return "built, and used"
+    return f"not used: {reason}. The PyTorch kernels serve; they are many times slower"
+
+
+def _cpu_lines(machine: Machine) -> list[tuple[str, str]]:
+    cpu = machine.cpu
+    cores = f"{cpu.num_cores} cores, {len(cpu.cpus)} hardware threads"
+    if cpu.hybrid:
+        cores += f" ({cpu.num_performance_cores} performance cores)"
+    if cpu.num_numa_nodes > 1:
+        cores += f", {cpu.num_numa_nodes} memory nodes"
+    quota = "none" if cpu.quota_cpus is None else f"{cpu.quota_cpus:g} CPUs"
+    return [
+        ("CPU", f"{cpu.model} ({cpu.architecture})"),
+        ("instruction sets", " ".join(cpu.isa) or "unknown"),
+        ("cores", cores),
+        ("allowed CPUs", f"{len(cpu.affinity)} of {len(cpu.cpus)}"),
+        (
+            "CPU quota",
+            f"{quota} (cgroup v{machine.cgroup.version})" if machine.cgroup.version else quota,
+        ),
+    ]
+
+
+def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
+    memory = machine.memory
+    limit = "none" if memory.limit_nbytes is None else format_size(memory.limit_nbytes)
+    return [
+        (
+            "memory",
+            f"{format_size(memory.total_nbytes)}, {format_size(memory.available_nbytes)} available",
+        ),
+        ("memory limit", limit),
+        ("usable now", format_size(memory.usable_available_nbytes)),
+    ]
+
+
+def lines(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> list[tuple[str, str]]:
+    """The report as (label, text), in the order in which it is printed."""
+    gpus = [
+        (f"GPU {g.index}", f"{g.name}, {format_size(g.memory_total_nbytes)}, driver {g.driver}")
+        for g in machine.gpus
+    ] or [("GPU", "none found (nvidia-smi)")]
+    packages = [(name, version or "not installed") for name, version in machine.packages.items()]
+    return [
+        ("Headrace", __version__),
+        ("system", machine.system + (" (WSL)" if machine.wsl else "")),
+        ("Python", machine.python),
+        *packages,
+        *_cpu_lines(machine),
+        *_memory_lines(machine),
+        *gpus,
+        ("C++ extension", native_line(kernels)),
+        ("will use", f"{threads.threads} threads: {threads.reason}"),
+        ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
+        ("", "the CPU" + (": this version has no GPU kernels" if machine.gpus else "")),
+    ]
+
+
+def report(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> dict[str, Any]:
+    """The report as data."""
+    return {
+        "headrace": __version__,
+        "machine": dataclasses.asdict(machine),
+        "usable_memory_nbytes": machine.memory.usable_available_nbytes,
+        "kernels": dataclasses.asdict(kernels),
+        "will_use": {
+            "device": "cpu",
+            "threads": threads.threads,
+            "cpus": threads.cpus,
+            "reason": threads.reason,
+        },
+        "warnings": threads.warnings,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    machine = probe_machine(gpus=True)
+    threads = choose_threads(machine.cpu)
+    kernels = look_at_kernels()
+    if args.json:
+        print(json.dumps(report(machine, threads, kernels), indent=2))
+        return 0
+    for label, text in lines(machine, threads, kernels):
+        print(f"{label:<18}{text}")
+    for warning in threads.warnings:
+        print(f"{'warning':<18}{warning}")
+    return 0

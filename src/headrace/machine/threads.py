@@ -1,0 +1,98 @@
+"""How many CPU threads to use, and on which CPUs: decided from plain numbers.
+
+Decoding is bound by memory: one thread a core reads as much as two, and an even split of rows runs
+at the pace of the slowest core. So: one thread for each performance core that the process may run
+on, and never more than the CPU time that its container grants.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.core.errors import ConfigError
+from headrace.machine.probe import CpuInfo
+
+
+@dataclass(frozen=True)
+class ThreadChoice:
+    """``threads`` workers, the calling thread included, meant for ``cpus`` (one id a worker).
+
+    ``reason`` is one clause for people; ``warnings`` say what will make it slow.
+    """
+
+    threads: int
+    cpus: tuple[int, ...]
+    reason: str
+    warnings: tuple[str, ...] = ()
+
+
+def one_cpu_per_core(cpu: CpuInfo, *, performance_only: bool) -> tuple[int, ...]:
+    """The first allowed hardware thread of each core that the affinity mask leaves."""
+    allowed = set(cpu.affinity)
+    first: dict[int, int] = {}
+    for c in cpu.cpus:
+        if c.id in allowed and (c.performance or not performance_only):
+            first.setdefault(c.core, c.id)
+    return tuple(sorted(first.values()))
+
+
+def choose_threads(cpu: CpuInfo, requested: int | None = None, *, reserve: int = 0) -> ThreadChoice:
+    """Choose the worker threads.
+
+    Args:
+        cpu: the machine as probed.
+        requested: what the user asked for; taken as it is, with a warning where it will hurt.
+        reserve: cores to leave free (one for the host loop beside a GPU).
+
+    Raises:
+        ConfigError: ``requested`` is below 1.
+    """
+    chosen = one_cpu_per_core(cpu, performance_only=True)
+    kind = "performance core" if cpu.hybrid else "core"
+    if not chosen:  # the mask leaves efficiency cores only, or CPUs the topology does not list
+        chosen = one_cpu_per_core(cpu, performance_only=False) or cpu.affinity or (0,)
+        kind = "core"
+    warnings = _affinity_warnings(cpu)
+    allowed_cores = len(chosen)
+    reasons = [f"{allowed_cores} {kind}{'s' if allowed_cores != 1 else ''}"]
+    if len(cpu.affinity) < len(cpu.cpus):
+        reasons.append(f"affinity mask of {len(cpu.affinity)} of {len(cpu.cpus)} CPUs")
+    threads = max(1, allowed_cores - reserve)
+    if reserve:
+        reasons.append(f"{reserve} left for the host loop")
+    if cpu.quota_cpus is not None:
+        threads = min(threads, max(1, math.floor(cpu.quota_cpus)))
+        reasons.append(f"cgroup quota of {cpu.quota_cpus:g} CPUs")
+    if requested is None:
+        return ThreadChoice(threads, chosen[:threads], ", ".join(reasons), warnings)
+
+    if requested < 1:
+        raise ConfigError(
+            f"--threads is {requested}; it must be at least 1",
+            hint="leave it out to let Headrace choose",
+            param="threads",
+        )
+    if requested > threads:
+        warnings = (
+            *warnings,
+            f"--threads {requested} is more than the {threads} that this machine can run at once "
+            f"({', '.join(reasons)}): threads will wait for each other",
+        )
+    cpus = _with_siblings(cpu, chosen)[:requested]
+    return ThreadChoice(requested, cpus, f"--threads {requested}", warnings)
+
+
+def _with_siblings(cpu: CpuInfo, chosen: tuple[int, ...]) -> tuple[int, ...]:
+    """``chosen`` first, then every other allowed CPU, for a count above the default."""
+    return (*chosen, *(i for i in cpu.affinity if i not in chosen))
+
+
+def _affinity_warnings(cpu: CpuInfo) -> tuple[str, ...]:
+    if len(cpu.affinity) == 1 and len(cpu.cpus) > 1:
+        return (
+            f"this process may run on CPU {cpu.affinity[0]} only, of {len(cpu.cpus)} "
+            "(an inherited affinity mask): decoding will be many times slower; start it without "
+            "taskset, or from a shell whose mask is whole",
+        )
+    return ()

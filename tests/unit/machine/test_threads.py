@@ -1,0 +1,92 @@
+"""Thread counts from fake hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.machine.probe import CpuInfo, probe_machine
+from headrace.machine.threads import choose_threads
+from tests.fixtures.fake_host import FakeCore, smt_cores, write, write_topology
+
+
+def cpu_of(root: Path, affinity: range | tuple[int, ...]) -> CpuInfo:
+    return probe_machine(root, affinity=affinity).cpu
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_b133_quota_and_affinity(tmp_path: Path, version: int) -> None:
+    write_topology(tmp_path, [FakeCore((i,)) for i in range(48)])
+    if version == 2:
+        write(tmp_path / "proc/self/cgroup", "0::/")
+        write(tmp_path / "sys/fs/cgroup/cpu.max", "765000 100000")
+    else:
+        write(tmp_path / "proc/self/cgroup", "3:cpu,cpuacct:/")
+        write(tmp_path / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", 765000)
+        write(tmp_path / "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", 100000)
+    choice = choose_threads(cpu_of(tmp_path, range(48)))
+    assert choice.threads == 7
+    assert len(choice.cpus) == 7
+    assert "7.65" in choice.reason
+    narrow = choose_threads(cpu_of(tmp_path, (3, 9, 20, 47)))
+    assert (narrow.threads, narrow.cpus) == (4, (3, 9, 20, 47))
+
+
+def test_a_quota_below_one_cpu_gives_one_thread(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(4))
+    write(tmp_path / "proc/self/cgroup", "0::/")
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "50000 100000")
+    assert choose_threads(cpu_of(tmp_path, range(8))).threads == 1
+
+
+def test_b134_hybrid_without_smt(tmp_path: Path) -> None:
+    cores = [FakeCore((i,)) for i in range(8)]
+    cores += [FakeCore((i,), efficient=True) for i in range(8, 20)]
+    write_topology(tmp_path, cores)
+    choice = choose_threads(cpu_of(tmp_path, range(20)))
+    assert (choice.threads, choice.cpus) == (8, tuple(range(8)))
+
+
+def test_b134_smt(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(8))
+    choice = choose_threads(cpu_of(tmp_path, range(16)))
+    assert (choice.threads, choice.cpus) == (8, tuple(range(8)))
+
+
+def test_b134_smt_with_neighbouring_siblings(tmp_path: Path) -> None:
+    write_topology(tmp_path, [FakeCore((2 * i, 2 * i + 1)) for i in range(8)])
+    assert choose_threads(cpu_of(tmp_path, range(16))).cpus == (0, 2, 4, 6, 8, 10, 12, 14)
+
+
+def test_a_mask_of_efficiency_cores_only(tmp_path: Path) -> None:
+    cores = [FakeCore((0,)), FakeCore((1,), efficient=True), FakeCore((2,), efficient=True)]
+    write_topology(tmp_path, cores)
+    assert choose_threads(cpu_of(tmp_path, (1, 2))).cpus == (1, 2)
+
+
+def test_b135_one_core_mask_is_reported(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(8))
+    choice = choose_threads(cpu_of(tmp_path, (5,)))
+    assert (choice.threads, choice.cpus) == (1, (5,))
+    assert "affinity mask of 1 of 16" in choice.reason
+    (warning,) = choice.warnings
+    assert "CPU 5 only" in warning
+
+
+def test_a_host_loop_keeps_a_core(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(8))
+    assert choose_threads(cpu_of(tmp_path, range(16)), reserve=1).threads == 7
+
+
+def test_a_request_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(4))
+    cpu = cpu_of(tmp_path, range(8))
+    few = choose_threads(cpu, 2)
+    assert (few.threads, few.cpus, few.warnings) == (2, (0, 1), ())
+    many = choose_threads(cpu, 6)
+    assert (many.threads, many.cpus) == (6, (0, 1, 2, 3, 4, 5))
+    assert len(many.warnings) == 1
+    with pytest.raises(ConfigError, match="at least 1"):
+        choose_threads(cpu, 0)
