@@ -12,8 +12,11 @@ from headrace.server.frontend import TextFrontend
 from headrace.server.metrics import Metrics
 from headrace.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from headrace.server.openai_chat import chat_router
+from headrace.server.openai_completions import completions_router
 from headrace.server.services import Services
 from headrace.server.settings import ServerSettings
+from headrace.server.status_routes import status_router
+from headrace.server.token_routes import token_router
 
 
 def create_app(
@@ -34,7 +37,8 @@ def create_app(
     app = FastAPI(title="Headrace", version=__version__)
     app.state.services = services
     add_error_handlers(app)
-    app.include_router(chat_router(services))
+    for make_router in (chat_router, completions_router, status_router, token_router):
+        app.include_router(make_router(services))
     # The last one added runs first: answers to preflight requests need no key, errors carry CORS.
     app.add_middleware(BodyLimitMiddleware, max_nbytes=settings.max_body_nbytes)
     if settings.api_key is not None:

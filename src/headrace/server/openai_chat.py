@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from headrace.core.errors import RequestError
 from headrace.core.request import GenerationRequest, OutputDelta, TokenLogprob, Usage
+from headrace.server.conversation import template_messages, template_options
 from headrace.server.frontend import TextFrontend
 from headrace.server.logprobs import chat_entries
 from headrace.server.params import (
@@ -23,13 +24,10 @@ from headrace.server.params import (
     merged_max_tokens,
     sampling_params,
 )
-from headrace.server.schema import ChatMessage, ChatRequest, parse_chat
+from headrace.server.schema import ChatRequest, parse_body
 from headrace.server.services import Services, in_thread, read_json, while_connected
 from headrace.server.sse import EventStream, data_event
 from headrace.server.usage import usage_object
-
-# The template's own arguments; a caller sets them through the messages and the named fields.
-_RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def chat_router(services: Services) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra={"requestBody": body})
     async def chat_completions(request: Request) -> Response:
         info, text = services.ready()
-        fields = parse_chat(await read_json(request))
+        fields = parse_body(ChatRequest, await read_json(request))
         model_ids = services.model_ids(info)
         check_model(fields.model, model_ids)
         reply = _Reply(
@@ -90,8 +88,8 @@ def chat_router(services: Services) -> APIRouter:
         )
         ids = await in_thread(
             text.encode_chat,
-            [_template_message(i, m) for i, m in enumerate(fields.messages)],
-            **_template_options(fields),
+            template_messages(fields.messages),
+            **template_options(fields, fields.messages),
         )
         generation = GenerationRequest(
             request_id=reply.id,
@@ -190,72 +188,3 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
             param="top_logprobs",
         )
     return None
-
-
-def _template_message(position: int, message: ChatMessage) -> dict[str, Any]:
-    """Return one message as the template gets it: content is a string, or None."""
-    fields = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        texts: list[str] = []
-        for number, part in enumerate(message.content):
-            where = f"messages.{position}.content.{number}"
-            if part.type not in ("text", "input_text"):
-                raise RequestError(
-                    f"{where} is of type {part.type[:80]!r}; this model takes text only",
-                    hint="send parts of type text",
-                    param=where,
-                )
-            if part.text is None:
-                raise RequestError(
-                    f"{where} has no text", hint="give the part a field text", param=where
-                )
-            texts.append(part.text)
-        # Peers put a line break between parts; templates written for strings expect it.
-        fields["content"] = "\n".join(texts)
-    elif message.content is None and not (message.model_extra or {}).get("tool_calls"):
-        if message.role != "assistant":
-            raise RequestError(
-                f"messages.{position} ({message.role}) has no content",
-                hint="give it a text, or leave the message out",
-                param=f"messages.{position}.content",
-            )
-        fields["content"] = ""
-    return fields
-
-
-def _template_options(fields: ChatRequest) -> dict[str, Any]:
-    """Return how the conversation is rendered: the prompt's end, the template's variables."""
-    variables = dict(fields.chat_template_kwargs or {})
-    reserved = [name for name in _RESERVED_TEMPLATE_NAMES if name in variables]
-    if reserved:
-        raise RequestError(
-            f"chat_template_kwargs sets {reserved[0]}, which has a field of its own",
-            hint=f"use the field {reserved[0]}",
-            param="chat_template_kwargs",
-        )
-    if fields.reasoning_effort is not None:
-        if variables.get("reasoning_effort", fields.reasoning_effort) != fields.reasoning_effort:
-            raise RequestError(
-                "reasoning_effort and chat_template_kwargs.reasoning_effort differ",
-                hint="give one of them",
-                param="reasoning_effort",
-            )
-        variables["reasoning_effort"] = fields.reasoning_effort
-    go_on = bool(fields.continue_final_message)
-    if go_on and fields.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt are both true",
-            hint="a prompt either goes on with the last message or opens a new one",
-            param="continue_final_message",
-        )
-    if go_on and fields.messages[-1].role != "assistant":
-        raise RequestError(
-            f"the final message is of role {fields.messages[-1].role}; only answers can be continued",
-            hint="end the messages with one of role assistant",
-            param="continue_final_message",
-        )
-    return {
-        "add_generation_prompt": not go_on and fields.add_generation_prompt is not False,
-        "continue_final_message": go_on,
-        "template_kwargs": variables,
-    }

@@ -32,7 +32,7 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, info.vocab),
         seed=fields.seed,
         stop=_stops(fields.stop),
-        stop_token_ids=_token_ids("stop_token_ids", fields.stop_token_ids or [], info.vocab),
+        stop_token_ids=check_token_ids("stop_token_ids", fields.stop_token_ids or [], info.vocab),
         include_stop=bool(fields.include_stop_str_in_output),
         ignore_eos=bool(fields.ignore_eos),
         max_tokens=max_tokens,
@@ -72,7 +72,7 @@ def check_prompt(token_ids: list[int], info: EngineInfo, param: str) -> tuple[in
             hint="give at least one token",
             param=param,
         )
-    ids = _token_ids(param, token_ids, info.vocab)
+    ids = check_token_ids(param, token_ids, info.vocab)
     if len(ids) >= info.context:
         raise ContextLengthError(
             f"This model's maximum context length is {info.context} tokens. However, the prompt has"
@@ -136,7 +136,7 @@ def _logit_bias(bias: dict[str, float], vocab: int) -> tuple[tuple[int, float], 
                 param="logit_bias",
             )
         entries.append((int(key), value))
-    _token_ids("logit_bias", [token_id for token_id, _ in entries], vocab)
+    check_token_ids("logit_bias", [token_id for token_id, _ in entries], vocab)
     if len({token_id for token_id, _ in entries}) < len(entries):
         raise RequestError(
             "logit_bias names a token id twice, written differently",
@@ -146,7 +146,12 @@ def _logit_bias(bias: dict[str, float], vocab: int) -> tuple[tuple[int, float], 
     return tuple(entries)
 
 
-def _token_ids(param: str, ids: list[int], vocab: int) -> tuple[int, ...]:
+def check_token_ids(param: str, ids: list[int], vocab: int) -> tuple[int, ...]:
+    """Return ``ids``, all within the vocabulary.
+
+    Raises:
+        RequestError: one of them is not.
+    """
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         wrong = next(i for i in ids if not 0 <= i < vocab)
         raise RequestError(

@@ -140,17 +140,22 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart] | None = None
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(_Model):
+    """How the chat template writes a conversation."""
+
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(SamplingFields, TemplateFields):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class CompletionRequest(SamplingFields):
@@ -162,22 +167,30 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1)] | None = None
 
 
-def parse_chat(payload: Any) -> ChatRequest:
-    """Return the checked body of a chat request.
+class TokenizeRequest(TemplateFields):
+    """Body of ``POST /tokenize``: a text (under one of two names) or a conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+
+
+class DetokenizeRequest(_Model):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse_body(model: type[T], payload: Any) -> T:
+    """Return the checked body of a request.
 
     Raises:
         RequestError: a field is wrong, unknown or not implemented; ``param`` names it.
     """
-    return parse_body(ChatRequest, payload)
-
-
-def parse_completion(payload: Any) -> CompletionRequest:
-    """Return the checked body of a completion request; raises like ``parse_chat``."""
-    return parse_body(CompletionRequest, payload)
-
-
-def parse_body(model: type[T], payload: Any) -> T:
-    """Return ``payload`` as ``model``; raises like ``parse_chat``."""
     if not isinstance(payload, dict):
         raise RequestError(
             f"the request body is a JSON {_json_kind(payload)}, expected an object",
