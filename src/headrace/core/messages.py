@@ -1,0 +1,69 @@
+"""The messages between the server process and the engine process: one queue each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed
+from headrace.core.status import EngineInfo, EngineSnapshot
+
+
+@dataclass(frozen=True)
+class Submit:
+    """To the engine: start this request."""
+
+    request: GenerationRequest
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """To the engine: nobody waits for this request any more. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """To the engine: end the process."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From the engine while it loads; ``fraction`` is 0 to 1 within the stage."""
+
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the engine: requests are accepted from now on."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """From the engine: what one step produced, in order."""
+
+    items: tuple[OutputDelta | RequestFailed, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """From the engine: its gauges and counters, after a step and after cancellations."""
+
+    snapshot: EngineSnapshot
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """From the engine: it cannot go on and ends. ``error_class`` is a class name of core.errors."""
+
+    message: str
+    hint: str | None
+    error_class: str
+
+
+Command = Submit | Cancel | Shutdown
+Event = Progress | Ready | Outputs | Snapshot | Fatal
