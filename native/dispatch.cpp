@@ -1,0 +1,51 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <vector>
+
+namespace headrace {
+namespace {
+
+std::vector<const Kernels*> usable() {
+  std::vector<const Kernels*> found;
+#if defined(HEADRACE_X86)
+  __builtin_cpu_init();  // these checks include the system's support (XGETBV)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    found.push_back(&avx512_kernels());
+  if (avx2) found.push_back(&avx2_kernels());
+#endif
+  found.push_back(&scalar_kernels());
+  return found;
+}
+
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> k{usable().front()};
+  return k;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
+
+std::string supported() {
+  std::string names;
+  for (const Kernels* k : usable()) {
+    if (!names.empty()) names += " ";
+    names += k->name;
+  }
+  return names;
+}
+
+std::string select_isa(const std::string& name) {
+  for (const Kernels* k : usable())
+    if (name.empty() || name == k->name) {
+      chosen().store(k);
+      return "";
+    }
+  return "this CPU or build has no \"" + name + "\" kernels; it has: " + supported();
+}
+
+}  // namespace headrace

@@ -1,0 +1,15 @@
+// Which instruction set's kernels run: the best that the CPU and the system support, or a forced one.
+#pragma once
+#include <string>
+
+#include "kernels.h"
+
+namespace headrace {
+
+// The kernels in use. `select_isa` changes them ("scalar", "avx2", "avx512", or "" for the best) and
+// returns an empty string, or why it could not.
+const Kernels& kernels();
+std::string select_isa(const std::string& name);
+std::string supported();  // names that run here, best first, separated by spaces
+
+}  // namespace headrace

@@ -1,0 +1,193 @@
+// Matrix times vector straight from the stored format, expansion of rows, and the GEMM micro-kernel.
+// All three keep the order of kernels.h.
+#pragma once
+
+namespace headrace::HEADRACE_NS {
+
+// Bytes of 32 weights in the main array, for prefetching.
+template <Format F> constexpr int64_t group_nbytes() {
+  switch (F) {
+    case Format::f32: return 128;
+    case Format::f16: case Format::bf16: return 64;
+    case Format::fp8_e4m3: return 32;
+    case Format::q8_0: return 34;
+    case Format::q6_k: return 26;
+    case Format::q5_k: case Format::q5_0: case Format::q5_1: return 24;
+    case Format::q4_1: return 20;
+    case Format::q2_k: return 10;
+    case Format::q3_k: return 14;
+    default: return 18;
+  }
+}
+
+// How far ahead of the current row to prefetch. One page is beyond the next rows of most matrices
+// and was within 2% of the best of 1, 2, 4 and 8 KiB (Zen 4, two cores, one DRAM channel's share).
+constexpr int64_t kPrefetchNbytes = 4096;
+
+template <Format F, int R>
+static inline void dot_block(const Matrix& m, int64_t row0, const float* x, float* out) {
+  Row rows[R];
+  V acc[R];
+  for (int i = 0; i < R; ++i) {
+    rows[i] = row_of(m, row0 + i);
+    acc[i] = zero();
+  }
+  const int64_t groups = m.cols / kGroup, rest = m.cols % kGroup;
+  for (int64_t g = 0; g < groups; ++g) {
+    const V x0 = load(x + g * kGroup), x1 = load(x + g * kGroup + 16);
+    for (int i = 0; i < R; ++i) {
+      V a, b;
+      prefetch(rows[i].data + g * group_nbytes<F>() + kPrefetchNbytes);
+      Expand<F>::run(rows[i], g, a, b);
+      acc[i] = fma(a, x0, acc[i]);
+      acc[i] = fma(b, x1, acc[i]);
+    }
+  }
+  if (rest != 0) {
+    alignas(64) float tail[kGroup] = {};
+    for (int64_t i = 0; i < rest; ++i) tail[i] = x[groups * kGroup + i];
+    const V x0 = load(tail), x1 = load(tail + 16);
+    for (int i = 0; i < R; ++i) {
+      V a, b;
+      expand_tail<F>(rows[i], groups, rest, a, b);
+      acc[i] = fma(a, x0, acc[i]);
+      acc[i] = fma(b, x1, acc[i]);
+    }
+  }
+  for (int i = 0; i < R; ++i) out[i] = hsum(acc[i]);
+}
+
+template <Format F>
+static void dot_rows_of(const Matrix& m, int64_t row0, int64_t count, const float* x, float* out) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) dot_block<F, 4>(m, row0 + i, x, out + i);
+  for (; i < count; ++i) dot_block<F, 1>(m, row0 + i, x, out + i);
+}
+
+template <Format F>
+static void expand_rows_of(const Matrix& m, int64_t row0, int64_t count, float* out, int64_t stride) {
+  const int64_t groups = m.cols / kGroup, rest = m.cols % kGroup;
+  for (int64_t i = 0; i < count; ++i) {
+    const Row r = row_of(m, row0 + i);
+    float* to = out + i * stride;
+    V a, b;
+    for (int64_t g = 0; g < groups; ++g) {
+      prefetch(r.data + g * group_nbytes<F>() + kPrefetchNbytes);
+      Expand<F>::run(r, g, a, b);
+      store(to + g * kGroup, a);
+      store(to + g * kGroup + 16, b);
+    }
+    if (rest != 0) {
+      expand_tail<F>(r, groups, rest, a, b);
+      store(to + groups * kGroup, a);
+      store(to + groups * kGroup + 16, b);
+    }
+  }
+}
+
+// R weight rows x T tokens. `tail` holds the last padded group of each token where cols needs it.
+template <int R, int T>
+static inline void micro(const float* w, int64_t stride, const float* const* x, int64_t cols,
+                         const float (*tail)[kGroup], float* const* out, int64_t column) {
+  alignas(64) V sums[(T * R + 7) / 8 * 8];
+  const int64_t whole = cols / kGroup * kGroup;
+  float* lanes = reinterpret_cast<float*>(sums);
+  for (int half = 0; half < kHalves; ++half) {
+    H acc[T][R];
+    for (int t = 0; t < T; ++t) for (int i = 0; i < R; ++i) acc[t][i] = hzero();
+    for (int64_t k = half * kWidth; k < whole; k += kLanes) {
+      H weights[R];
+      for (int i = 0; i < R; ++i) weights[i] = hload(w + i * stride + k);
+      for (int t = 0; t < T; ++t) {
+        const H v = hload(x[t] + k);
+        for (int i = 0; i < R; ++i) acc[t][i] = hfma(weights[i], v, acc[t][i]);
+      }
+    }
+    if (whole != cols) {
+      for (int64_t k = half * kWidth; k < kGroup; k += kLanes)
+        for (int t = 0; t < T; ++t) {
+          const H v = hload(tail[t] + k);
+          for (int i = 0; i < R; ++i) acc[t][i] = hfma(hload(w + i * stride + whole + k), v, acc[t][i]);
+        }
+    }
+    for (int t = 0; t < T; ++t)
+      for (int i = 0; i < R; ++i) hstore(lanes + (t * R + i) * kLanes + half * kWidth, acc[t][i]);
+  }
+  for (int j = T * R; j < (T * R + 7) / 8 * 8; ++j) sums[j] = zero();
+  alignas(64) float result[(T * R + 7) / 8 * 8];
+  for (int j = 0; j < T * R; j += 8) reduce8(sums + j, result + j);
+  for (int t = 0; t < T; ++t)
+    for (int i = 0; i < R; ++i) out[t][column + i] = result[t * R + i];
+}
+
+template <int T>
+static void micro_columns(const float* w, int64_t stride, int64_t rows, const float* const* x,
+                          int64_t cols, float* const* out) {
+  alignas(64) float tail[T][kGroup];
+  const int64_t whole = cols / kGroup * kGroup;
+  if (whole != cols)
+    for (int t = 0; t < T; ++t)
+      for (int64_t i = 0; i < kGroup; ++i) tail[t][i] = whole + i < cols ? x[t][whole + i] : 0.0f;
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) micro<4, T>(w + i * stride, stride, x, cols, tail, out, i);
+  for (; i < rows; ++i) micro<1, T>(w + i * stride, stride, x, cols, tail, out, i);
+}
+
+static void gemm(const float* w, int64_t stride, int64_t rows, const float* const* x,
+                 int64_t tokens, int64_t cols, float* const* out) {
+  int64_t left = tokens;
+  while (left > 0) {
+    // Groups of equal size: eight tokens are 4 + 4, not 6 + 2.
+    const int64_t groups = (left + kTileTokens - 1) / kTileTokens, n = (left + groups - 1) / groups;
+    switch (n) {
+      case 1: micro_columns<1>(w, stride, rows, x, cols, out); break;
+      case 2: micro_columns<2>(w, stride, rows, x, cols, out); break;
+#if HEADRACE_TILE_TOKENS >= 3
+      case 3: micro_columns<3>(w, stride, rows, x, cols, out); break;
+#endif
+#if HEADRACE_TILE_TOKENS >= 6
+      case 4: micro_columns<4>(w, stride, rows, x, cols, out); break;
+      case 5: micro_columns<5>(w, stride, rows, x, cols, out); break;
+      case 6: micro_columns<6>(w, stride, rows, x, cols, out); break;
+#endif
+      default: break;
+    }
+    x += n;
+    out += n;
+    left -= n;
+  }
+}
+
+template <template <Format> class Call, class... A>
+static inline void by_format(Format f, A&&... args) {
+  switch (f) {
+#define HEADRACE_CASE(name) case Format::name: Call<Format::name>::call(args...); return;
+    HEADRACE_CASE(f32) HEADRACE_CASE(f16) HEADRACE_CASE(bf16) HEADRACE_CASE(fp8_e4m3)
+    HEADRACE_CASE(mxfp4) HEADRACE_CASE(mxfp4_gguf) HEADRACE_CASE(nvfp4) HEADRACE_CASE(q4_0)
+    HEADRACE_CASE(q4_1) HEADRACE_CASE(q5_0) HEADRACE_CASE(q5_1) HEADRACE_CASE(q8_0)
+    HEADRACE_CASE(q2_k) HEADRACE_CASE(q3_k) HEADRACE_CASE(q4_k) HEADRACE_CASE(q5_k)
+    HEADRACE_CASE(q6_k) HEADRACE_CASE(iq4_nl) HEADRACE_CASE(iq4_xs)
+#undef HEADRACE_CASE
+    case Format::count: return;
+  }
+}
+
+template <Format F> struct DotCall {
+  static void call(const Matrix& m, int64_t row0, int64_t count, const float* x, float* out) {
+    dot_rows_of<F>(m, row0, count, x, out);
+  }
+};
+template <Format F> struct ExpandCall {
+  static void call(const Matrix& m, int64_t row0, int64_t count, float* out, int64_t stride) {
+    expand_rows_of<F>(m, row0, count, out, stride);
+  }
+};
+
+static void dot_rows(const Matrix& m, int64_t row0, int64_t count, const float* x, float* out) {
+  by_format<DotCall>(m.format, m, row0, count, x, out);
+}
+static void expand_rows(const Matrix& m, int64_t row0, int64_t count, float* out, int64_t stride) {
+  by_format<ExpandCall>(m.format, m, row0, count, out, stride);
+}
+
+}  // namespace headrace::HEADRACE_NS

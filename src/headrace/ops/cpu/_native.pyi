@@ -1,0 +1,130 @@
+from collections.abc import Sequence
+
+class Matrix:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+
+class Experts: ...
+class Cache: ...
+
+def make_matrix(
+    format: int,
+    rows: int,
+    cols: int,
+    data: int,
+    row_nbytes: int,
+    scales: int,
+    scale_row_nbytes: int,
+    global_scale: float,
+    block_scale: int,
+    block_scale_row: int,
+    /,
+) -> Matrix: ...
+def make_experts(
+    gate: Sequence[Matrix],
+    up: Sequence[Matrix],
+    down: Sequence[Matrix],
+    gate_bias: int,
+    up_bias: int,
+    down_bias: int,
+    /,
+) -> Experts: ...
+def make_cache(
+    keys: int,
+    values: int,
+    blocks: int,
+    heads: int,
+    block_tokens: int,
+    head: int,
+    block_stride: int,
+    head_stride: int,
+    token_stride: int,
+    bf16: bool,
+    /,
+) -> Cache: ...
+def linear(weight: Matrix, x: int, tokens: int, out: int, bias: int, residual: int, /) -> None: ...
+def linear_group(
+    weights: Sequence[Matrix],
+    x: int,
+    tokens: int,
+    outs: Sequence[int],
+    biases: Sequence[int],
+    /,
+) -> None: ...
+def gated_linear(
+    gate: Matrix,
+    up: Matrix,
+    x: int,
+    tokens: int,
+    kind: int,
+    alpha: float,
+    limit: float,
+    out: int,
+    /,
+) -> None: ...
+def moe(
+    experts: Experts,
+    x: int,
+    ids: int,
+    weights: int,
+    tokens: int,
+    k: int,
+    kind: int,
+    alpha: float,
+    limit: float,
+    out: int,
+    /,
+) -> int: ...
+def attention(
+    cache: Cache,
+    q: int,
+    out: int,
+    heads: int,
+    scale: float,
+    window: int,
+    sinks: int,
+    query_start: int,
+    block_tables: int,
+    positions: int,
+    sequences: int,
+    table_width: int,
+    release: bool,
+    /,
+) -> int: ...
+def dequantize(weight: Matrix, out: int, /) -> None: ...
+def embed(weight: Matrix, ids: int, tokens: int, out: int, /) -> int: ...
+def rmsnorm(x: int, weight: int, tokens: int, n: int, eps: float, out: int, /) -> None: ...
+def rope(
+    x: int,
+    row_stride: int,
+    tokens: int,
+    heads: int,
+    head: int,
+    cos: int,
+    sin: int,
+    table_rows: int,
+    half: int,
+    interleaved: bool,
+    positions: int,
+    /,
+) -> int: ...
+def router_topk(
+    logits: int,
+    tokens: int,
+    experts: int,
+    k: int,
+    softmax_first: bool,
+    normalize: bool,
+    ids: int,
+    weights: int,
+    /,
+) -> None: ...
+def kv_append(cache: Cache, k: int, v: int, tokens: int, slots: int, /) -> int: ...
+def exponential(x: int, n: int, out: int, /) -> None: ...
+def set_num_threads(count: int, /) -> None: ...
+def num_threads() -> int: ...
+def select_isa(name: str, /) -> str: ...
+def isa() -> str: ...
+def supported_isas() -> str: ...

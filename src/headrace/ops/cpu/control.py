@@ -1,0 +1,66 @@
+"""Whether the kernels are there, which instruction set they use, and with how many threads."""
+
+from __future__ import annotations
+
+import os
+
+from headrace.core.errors import ConfigError
+
+try:
+    from headrace.ops.cpu import _native
+except ImportError as error:
+    _missing: str | None = (
+        f"the C++ kernels are not installed ({error}); they are built where a C++20 compiler is found"
+    )
+else:
+    _missing = None
+
+ISA_VARIABLE = "HEADRACE_ISA"
+
+
+def available() -> str | None:
+    """Return None if the kernels can run here, else why not.
+
+    Raises:
+        ConfigError: ``HEADRACE_ISA`` names something that this CPU or build does not have.
+    """
+    if _missing is not None:
+        return _missing
+    forced = os.environ.get(ISA_VARIABLE, "")
+    if forced:
+        select_isa(forced)
+    return None
+
+
+def select_isa(name: str) -> None:
+    """Use the kernels of one instruction set: "scalar", "avx2" or "avx512"; "" for the best."""
+    problem = _native.select_isa(name)
+    if problem:
+        raise ConfigError(
+            f"{ISA_VARIABLE}={name}: {problem}",
+            hint=f"unset {ISA_VARIABLE}, or set it to one of: {_native.supported_isas()}",
+        )
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    return _native.isa()
+
+
+def supported_isas() -> list[str]:
+    """The instruction sets that can be used here, best first."""
+    return _native.supported_isas().split()
+
+
+def set_num_threads(count: int) -> None:
+    """Use ``count`` threads, the calling one included. By default, one for each allowed CPU."""
+    if count < 1:
+        raise ConfigError(
+            f"threads: found {count}, expected at least 1", hint="give --threads a positive number"
+        )
+    _native.set_num_threads(count)
+
+
+def num_threads() -> int:
+    """Threads that work on a call, the calling one included."""
+    return _native.num_threads()
