@@ -7,6 +7,7 @@ python=${1:-${PYTHON:-python3}}
 bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
 PATH="$bin:$PATH"
 build=build/native-$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')
+mkdir -p build
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
   -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >"$build.log" 2>&1 || { mkdir -p build; cat "$build.log" >&2; exit 1; }
 cmake --build "$build" --parallel 2
