@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from headrace.core.numeric import E4M3_VALUES
-from headrace.formats.base import Format, PackedTensor, Part, check_layout
+from headrace.formats.base import Format, PackedTensor, Part, check_layout, require_matrix
 from headrace.formats.packing import (
     check_quantizable,
     first_true,
@@ -39,6 +39,7 @@ E4M3_MAX = 448.0
 
 
 def layout(shape: tuple[int, ...]) -> Mapping[str, Part]:
+    require_matrix("fp8_e4m3", shape)
     grid = (-(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
     return {
         "codes": Part(torch.uint8, (shape,)),

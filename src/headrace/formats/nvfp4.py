@@ -32,7 +32,14 @@ import torch
 
 from headrace.core.errors import UserError
 from headrace.core.numeric import E2M1_VALUES, E4M3_VALUES
-from headrace.formats.base import Format, PackedTensor, Part, blocks_per_row, check_layout
+from headrace.formats.base import (
+    Format,
+    PackedTensor,
+    Part,
+    blocks_per_row,
+    check_layout,
+    require_matrix,
+)
 from headrace.formats.packing import (
     check_quantizable,
     first_true,
@@ -48,6 +55,7 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 
 
 def layout(shape: tuple[int, ...]) -> Mapping[str, Part]:
+    require_matrix("nvfp4", shape)
     blocks = blocks_per_row("nvfp4", shape)
     return {
         "codes": Part(torch.uint8, ((*shape[:-1], shape[-1] // 2),)),
