@@ -79,19 +79,19 @@ def dequantize(packed: PackedTensor) -> torch.Tensor:
 
 
 def _bad_scales(packed: PackedTensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield flat index of the first block, scales and which are NaN, piece by piece."""
+    """Yield flat index of the first block, scales and which are NaN, of pieces with NaN scales."""
     scales = packed.parts["scales"]
     for first, scale in row_chunks(scales, scales.shape[-1]):
-        yield first * scales.shape[-1], scale, (scale & 0x7F) == 0x7F
+        if int((scale & 0x7F).max()) == 0x7F:
+            yield first * scales.shape[-1], scale, (scale & 0x7F) == 0x7F
 
 
 def find_nan(packed: PackedTensor) -> int | None:
     check_layout(packed, layout)
     found: list[int] = []
     for first, _, bad in _bad_scales(packed):
-        if bool(bad.any()):
-            found.append(first + first_true(bad))
-            break
+        found.append(first + first_true(bad))
+        break
     damaged = torch.isnan(packed.parts["global_scale"]).flatten()
     if bool(damaged.any()):
         found.append(first_true(damaged) * packed.rows * (packed.cols // GROUP))
