@@ -183,6 +183,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def require_matrix(name: str, shape: tuple[int, ...]) -> None:
+    """Refuse a shape without rows and columns, for formats that keep a scale per matrix."""
+    if len(shape) < 2:
+        raise CheckpointError(
+            f"{name} tensor of shape {list(shape)}: expected at least two dimensions",
+            hint="vectors are stored as plain floats",
+        )
+
+
 def blocks_per_row(name: str, shape: tuple[int, ...]) -> int:
     """Blocks of format ``name`` in one row of a tensor of this logical shape.
 

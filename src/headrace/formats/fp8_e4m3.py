@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from headrace.core.numeric import E4M3_VALUES
-from headrace.formats.base import Format, PackedTensor, Part, check_layout
+from headrace.formats.base import Format, PackedTensor, Part, check_layout, require_matrix
 from headrace.formats.packing import (
     check_quantizable,
     first_true,
@@ -39,6 +39,7 @@ E4M3_MAX = 448.0
 
 
 def layout(shape: tuple[int, ...]) -> Mapping[str, Part]:
+    require_matrix("fp8_e4m3", shape)
     grid = (-(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
     return {
         "codes": Part(torch.uint8, (shape,)),
@@ -68,9 +69,10 @@ def dequantize(packed: PackedTensor) -> torch.Tensor:
 
 
 def _bad_codes(packed: PackedTensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield flat index of the first weight, codes and which are NaN, piece by piece."""
+    """Yield flat index of the first weight, codes and which are NaN, of pieces with NaN codes."""
     for first, code in row_chunks(packed.parts["codes"], packed.cols):
-        yield first * packed.cols, code, (code & 0x7F) == 0x7F
+        if int((code & 0x7F).max()) == 0x7F:
+            yield first * packed.cols, code, (code & 0x7F) == 0x7F
 
 
 def find_nan(packed: PackedTensor) -> int | None:
@@ -87,9 +89,8 @@ def find_nan(packed: PackedTensor) -> int | None:
             row = expert * packed.rows + band * BLOCK
             found.append(row * packed.cols + first % across * BLOCK)
     for first, _, bad in _bad_codes(packed):
-        if bool(bad.any()):
-            found.append(first + first_true(bad))
-            break
+        found.append(first + first_true(bad))
+        break
     return min(found, default=None)
 
 

@@ -62,7 +62,7 @@ def _damaged(packed: PackedTensor) -> Iterator[tuple[int, torch.Tensor, torch.Te
     for (first, scale), (_, code) in zip(
         row_chunks(scales, blocks), row_chunks(codes, blocks), strict=True
     ):
-        if bool((scale == 0xFF).any()):
+        if int(scale.max()) == 0xFF:
             yield first * blocks, scale, code.view(-1, blocks, 16)
 
 

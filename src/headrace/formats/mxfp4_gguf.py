@@ -9,8 +9,8 @@
 
 The nibbles are paired differently from Hugging Face's ``_blocks`` (``mxfp4``). Two details
 follow the OCP specification and not the ``gguf`` package: scale byte 255 is NaN (there: 2 ** 128),
-and code 8 is negative zero (there: zero, an equal number). Everything else agrees bit for bit, scale
-byte 0 (2 ** -127, a float32 subnormal) included. Products beyond float32 are infinite.
+and code 8 is negative zero (there: zero, an equal number). Everything else agrees bit for bit,
+scale byte 0 (2 ** -127, a float32 subnormal) included. Products beyond float32 are infinite.
 
 Source: OCP Microscaling Formats (MX) v1.0; llama.cpp, ggml/src/ggml-common.h (``block_mxfp4``);
 GGUF type 39.

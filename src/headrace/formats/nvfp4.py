@@ -32,7 +32,14 @@ import torch
 
 from headrace.core.errors import UserError
 from headrace.core.numeric import E2M1_VALUES, E4M3_VALUES
-from headrace.formats.base import Format, PackedTensor, Part, blocks_per_row, check_layout
+from headrace.formats.base import (
+    Format,
+    PackedTensor,
+    Part,
+    blocks_per_row,
+    check_layout,
+    require_matrix,
+)
 from headrace.formats.packing import (
     check_quantizable,
     first_true,
@@ -48,6 +55,7 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 
 
 def layout(shape: tuple[int, ...]) -> Mapping[str, Part]:
+    require_matrix("nvfp4", shape)
     blocks = blocks_per_row("nvfp4", shape)
     return {
         "codes": Part(torch.uint8, ((*shape[:-1], shape[-1] // 2),)),
@@ -71,19 +79,19 @@ def dequantize(packed: PackedTensor) -> torch.Tensor:
 
 
 def _bad_scales(packed: PackedTensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield flat index of the first block, scales and which are NaN, piece by piece."""
+    """Yield flat index of the first block, scales and which are NaN, of pieces with NaN scales."""
     scales = packed.parts["scales"]
     for first, scale in row_chunks(scales, scales.shape[-1]):
-        yield first * scales.shape[-1], scale, (scale & 0x7F) == 0x7F
+        if int((scale & 0x7F).max()) == 0x7F:
+            yield first * scales.shape[-1], scale, (scale & 0x7F) == 0x7F
 
 
 def find_nan(packed: PackedTensor) -> int | None:
     check_layout(packed, layout)
     found: list[int] = []
     for first, _, bad in _bad_scales(packed):
-        if bool(bad.any()):
-            found.append(first + first_true(bad))
-            break
+        found.append(first + first_true(bad))
+        break
     damaged = torch.isnan(packed.parts["global_scale"]).flatten()
     if bool(damaged.any()):
         found.append(first_true(damaged) * packed.rows * (packed.cols // GROUP))

