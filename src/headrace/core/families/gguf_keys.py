@@ -37,10 +37,13 @@ def read_common(
     reader.must_be("rope.dimension_count", head_dim)
     tokens = metadata.get("tokenizer.ggml.tokens")
     vocab = reader.integer("vocab_size", default=None if tokens is None else len(tokens))
+    # Files whose layers are all mixtures may give only the experts' size.
+    expert_size = reader.config.get("expert_feed_forward_length")
+    default_size = ... if expert_size is None else expert_size
     config: dict[str, Any] = {
         "architectures": [architecture],
         "hidden_size": hidden,
-        "intermediate_size": _one(reader, "feed_forward_length", "expert_feed_forward_length"),
+        "intermediate_size": _one(reader, "feed_forward_length", default=default_size),
         "num_hidden_layers": reader.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _one(reader, "attention.head_count_kv", default=heads),
@@ -66,9 +69,17 @@ def finish(reader: ConfigReader) -> None:
     reader.refuse_rest(_METADATA)
 
 
-def _one(reader: ConfigReader, *names: str, default: Any = ...) -> int:
+def read_experts(
+    reader: ConfigReader, config: dict[str, Any], *, count: str, size: str = "intermediate_size"
+) -> None:
+    """Add the counts and the size of experts to ``config``, under the family's own key names."""
+    config[count] = reader.integer("expert_count")
+    config["num_experts_per_tok"] = reader.integer("expert_used_count")
+    config[size] = reader.integer("expert_feed_forward_length", default=config["intermediate_size"])
+
+
+def _one(reader: ConfigReader, name: str, default: Any = ...) -> int:
     """A count that GGUF may store for each layer; all layers must agree."""
-    name = next((n for n in names if reader.config.get(n) is not None), names[0])
     value = reader.config.get(name)
     if value is not None and hasattr(value, "__len__") and not isinstance(value, str):
         reader.used.add(name)

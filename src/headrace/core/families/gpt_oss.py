@@ -69,11 +69,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 def _gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     reader = gguf_keys.open_metadata(metadata, "gpt-oss")
     config = gguf_keys.read_common(metadata, reader, architecture="GptOssForCausalLM")
-    config["intermediate_size"] = reader.integer(
-        "expert_feed_forward_length", default=config["intermediate_size"]
-    )
-    config["num_local_experts"] = reader.integer("expert_count")
-    config["num_experts_per_tok"] = reader.integer("expert_used_count")
+    gguf_keys.read_experts(reader, config, count="num_local_experts")
     config["sliding_window"] = reader.integer("attention.sliding_window")
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
         # The published configuration; GGUF has no key for it.

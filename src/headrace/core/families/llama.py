@@ -50,8 +50,7 @@ def _gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     reader = gguf_keys.open_metadata(metadata, "llama")
     config = gguf_keys.read_common(metadata, reader, architecture="LlamaForCausalLM")
     if reader.raw("expert_count", default=0):
-        config["num_local_experts"] = reader.integer("expert_count")
-        config["num_experts_per_tok"] = reader.integer("expert_used_count")
+        gguf_keys.read_experts(reader, config, count="num_local_experts")
     else:
         reader.must_be("expert_used_count", 0)
     gguf_keys.finish(reader)

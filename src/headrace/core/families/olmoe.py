@@ -52,8 +52,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 def _gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     reader = gguf_keys.open_metadata(metadata, "olmoe")
     config = gguf_keys.read_common(metadata, reader, architecture="OlmoeForCausalLM")
-    config["num_experts"] = reader.integer("expert_count")
-    config["num_experts_per_tok"] = reader.integer("expert_used_count")
+    gguf_keys.read_experts(reader, config, count="num_experts")
     # GGUF has no key for it: the format's own runtime never renormalises this architecture.
     config["norm_topk_prob"] = False
     reader.must_be("expert_weights_norm", False)

@@ -63,9 +63,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 def _gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     reader = gguf_keys.open_metadata(metadata, "qwen3moe")
     config = gguf_keys.read_common(metadata, reader, architecture="Qwen3MoeForCausalLM")
-    config["num_experts"] = reader.integer("expert_count")
-    config["num_experts_per_tok"] = reader.integer("expert_used_count")
-    config["moe_intermediate_size"] = reader.integer("expert_feed_forward_length")
+    gguf_keys.read_experts(reader, config, count="num_experts", size="moe_intermediate_size")
     # GGUF has no key for it: the format's own runtime always renormalises this architecture.
     config["norm_topk_prob"] = True
     reader.must_be("expert_weights_norm", True)
