@@ -51,11 +51,25 @@ class SampledToken:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens at ``start``, ``start + 1``, ... of one sequence."""
+
+    seq_id: int
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
 class StepOutput:
-    """What the runner returns for a plan; ``scheduler.commit`` takes it."""
+    """What the runner returns for a plan; ``scheduler.commit`` takes it.
+
+    ``stopped``: sequences whose new token ended them, by an end token, a stop id or a stop string.
+    """
 
     step: int
     sampled: tuple[SampledToken, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    stopped: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
