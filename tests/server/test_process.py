@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.fixtures.fake_worker import fake_worker
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import CheckpointError, EngineDeadError, EngineLoadingError, RequestError
 from headrace.core.request import GenerationRequest
 from headrace.server.client import Phase
 from headrace.server.process import ProcessClient
+from tests.fixtures.fake_worker import fake_worker
 
 
 @asynccontextmanager

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.fixtures.http_server import wait_until
 
 from headrace.core.errors import ConfigError
 from headrace.server.run import bind, served_name
+from tests.fixtures.http_server import wait_until
 
 ROOT = Path(__file__).parents[2]
 CODE = """
