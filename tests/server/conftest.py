@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.fixtures.http_server import serving
-from tests.fixtures.scripted import ByteFrontend, Script, ScriptedClient, say
 
 from headrace.server.app import create_app
 from headrace.server.settings import ServerSettings
+from tests.fixtures.http_server import serving
+from tests.fixtures.scripted import ByteFrontend, Script, ScriptedClient, say
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Served:
 def _running() -> Iterator[Served]:
     engine = ScriptedClient(lambda request: say(request, ["ok"]))
     frontend = ByteFrontend()
-    app = create_app(engine, frontend, ServerSettings(keepalive_s=0.2))
+    app = create_app(engine, frontend, ServerSettings(keepalive_s=30))
     with serving(app) as base:
         with (
             httpx.Client(base_url=base, timeout=10) as http,

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.fixtures.http_server import wait_until
-from tests.fixtures.scripted import Stall, say
 
 from headrace.core.request import GenerationRequest
+from tests.fixtures.http_server import wait_until
+from tests.fixtures.scripted import Stall, say
 
 from .conftest import Served
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from tests.fixtures.scripted import BOS, say, toy_logprob
 
 from headrace.core.request import (
     FinishReason,
@@ -15,6 +14,7 @@ from headrace.core.request import (
     SamplingParams,
     TokenLogprob,
 )
+from tests.fixtures.scripted import BOS, say, toy_logprob
 
 from .conftest import Served
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import openai
-from tests.fixtures.http_server import serving, wait_until
-from tests.fixtures.scripted import ByteFrontend, Fail, ScriptedClient, Stall, Wait, say
 
 from headrace.core.errors import DoesNotFitError
 from headrace.core.request import GenerationRequest
 from headrace.server.app import create_app
 from headrace.server.settings import ServerSettings
+from tests.fixtures.http_server import serving, wait_until
+from tests.fixtures.scripted import ByteFrontend, Fail, ScriptedClient, Stall, Wait, say
 
 ASK = [{"role": "user", "content": "hi"}]
 

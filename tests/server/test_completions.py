@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.fixtures.scripted import BOS, Wait, say, toy_logprob, toy_logprobs
 
 from headrace.core.request import GenerationRequest, OutputDelta
+from tests.fixtures.scripted import BOS, Wait, say, toy_logprob, toy_logprobs
 
 from .conftest import Served
 
@@ -170,10 +170,9 @@ def test_chosen_token_is_among_its_alternatives(served: Served):
 
 
 def test_a_failed_prompt_ends_the_others(served: Served):
+    from headrace.core.errors import DoesNotFitError
     from tests.fixtures.http_server import wait_until
     from tests.fixtures.scripted import Fail, Stall
-
-    from headrace.core.errors import DoesNotFitError
 
     def script(request: GenerationRequest) -> list[Any]:
         bad = request.prompt_token_ids[-1] == ord("b")

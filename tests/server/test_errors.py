@@ -7,8 +7,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.fixtures.http_server import serving
-from tests.fixtures.scripted import ByteFrontend, Fail, ScriptedClient, say
 
 from headrace.core.errors import (
     ConfigError,
@@ -20,6 +18,8 @@ from headrace.core.request import RequestFailed
 from headrace.server.app import create_app
 from headrace.server.client import EngineState, Phase, error_from
 from headrace.server.settings import ServerSettings
+from tests.fixtures.http_server import serving
+from tests.fixtures.scripted import ByteFrontend, Fail, ScriptedClient, say
 
 from .conftest import Served
 

@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.fixtures.http_server import serving
-from tests.fixtures.scripted import BOS, ByteFrontend, ScriptedClient, say
 
 from headrace.core.request import FinishReason, OutputDelta
 from headrace.core.status import EngineSnapshot
@@ -18,6 +16,8 @@ from headrace.server.app import create_app
 from headrace.server.client import EngineState, Phase
 from headrace.server.metrics import Metrics
 from headrace.server.settings import ServerSettings
+from tests.fixtures.http_server import serving
+from tests.fixtures.scripted import BOS, ByteFrontend, ScriptedClient, say
 
 from .conftest import Served
 

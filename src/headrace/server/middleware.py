@@ -86,7 +86,7 @@ class BodyLimitMiddleware:
         response = status_response(
             413,
             f"the request body is larger than {self.max_nbytes} bytes"
-            "\nhint: send less, or start the server with a larger --max-body",
+            "\nhint: send less in one request",
             code="request_too_large",
             # What is left of the body is not read, so the connection cannot be used again.
             headers={"Connection": "close"},

@@ -109,7 +109,7 @@ def check_model(name: str | None, served: tuple[str, ...]) -> None:
     if name is not None and name not in served:
         raise ModelNotFoundError(
             f"the model {name[:80]!r} is not served here; served: {', '.join(served)}",
-            hint="use that name, or start the server with --served-model-name",
+            hint="use that name, or start the server with --model-name",
             param="model",
         )
 

@@ -1,0 +1,242 @@
+"""The engine in a process of its own: started, listened to, and declared dead when it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from headrace.core.config import EngineConfig
+from headrace.core.errors import EngineDeadError, HeadraceError
+from headrace.core.messages import (
+    Cancel,
+    Command,
+    Event,
+    Fatal,
+    Outputs,
+    Progress,
+    Ready,
+    Shutdown,
+    Snapshot,
+    Submit,
+)
+from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed
+from headrace.core.status import EngineInfo, EngineSnapshot
+from headrace.server.client import (
+    EngineState,
+    Phase,
+    error_class,
+    error_from,
+    require_ready,
+)
+
+log = logging.getLogger(__name__)
+
+# A blocking read wakes as soon as a message is there; the time only bounds how late an ended
+# process is noticed by the reader (twice a second costs nothing).
+_POLL_S = 0.5
+# A process killed in the middle of a message leaves half of it, on which a read waits for ever.
+_DRAIN_S = 2.0
+# An idle engine answers Shutdown at once; one in a long step answers after the step.
+_SHUTDOWN_S = 10.0
+
+WorkerMain = Callable[[EngineConfig, Any, Any], None]
+
+
+def worker_main(config: EngineConfig, commands: Any, events: Any) -> None:
+    """Run the engine's loop in the child process. Only here is torch imported."""
+    # Ctrl-C in a terminal reaches every process of the group; the parent ends this one in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    from headrace.engine.worker import run_worker
+
+    run_worker(config, commands, events)
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent ends in any way, so that no engine is left behind."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+class ProcessClient:
+    """An ``EngineClient`` whose engine is a child process. All methods belong to one event loop.
+
+    One thread reads the child's messages and hands them to the loop; another waits for its end. The
+    child's death, in whatever way, fails every open request with ``EngineDeadError``.
+    """
+
+    def __init__(self, *, target: WorkerMain = worker_main) -> None:
+        self.state = EngineState(Phase.LOADING, "starting")
+        self.info: EngineInfo | None = None
+        self.snapshot = EngineSnapshot()
+        self.settled = asyncio.Event()  # set when loading has ended, in either way
+        self._open: dict[str, asyncio.Queue[OutputDelta | HeadraceError]] = {}
+        self._closing = False
+        # spawn: a fork would copy this process's threads and locks in whatever state they are.
+        self._context = multiprocessing.get_context("spawn")
+        self._target = target
+        self._commands = self._context.Queue()
+        self._events = self._context.Queue()
+        self._process: SpawnProcess | None = None
+        self._exited = threading.Event()
+
+    def start(self, config: EngineConfig) -> None:
+        """Start the child process and the threads that follow it; the loop must be running."""
+        self._loop = asyncio.get_running_loop()
+        # Commands that a dead child did not read are of no use, and no reason to wait at exit.
+        self._commands.cancel_join_thread()
+        self._process = self._context.Process(
+            target=self._target,
+            args=(config, self._commands, self._events),
+            name="headrace-engine",
+            daemon=True,
+        )
+        self._process.start()
+        self._reader = threading.Thread(target=self._read, name="engine-events", daemon=True)
+        self._reader.start()
+        threading.Thread(
+            target=self._watch, args=(self._process,), name="engine-exit", daemon=True
+        ).start()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None before ``start``."""
+        return None if self._process is None else self._process.pid
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
+        """See ``EngineClient.generate``."""
+        require_ready(self)
+        arrived: asyncio.Queue[OutputDelta | HeadraceError] = asyncio.Queue()
+        self._open[request.request_id] = arrived
+        self._send(Submit(request))
+        try:
+            while True:
+                item = await arrived.get()
+                if isinstance(item, HeadraceError):
+                    self._open.pop(request.request_id, None)
+                    raise item
+                if item.usage is not None:  # only the last delta carries usage
+                    self._open.pop(request.request_id, None)
+                    yield item
+                    return
+                yield item
+        finally:
+            self.cancel(request.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """See ``EngineClient.cancel``."""
+        if self._open.pop(request_id, None) is not None:
+            self._send(Cancel(request_id))
+
+    async def close(self) -> None:
+        """End the child: ask, then insist. Open requests fail; returns when the child has ended."""
+        self._closing = True
+        self._send(Shutdown())
+        self._die(EngineDeadError("the server is shutting down", hint="retry when it is back"))
+        process = self._process
+        if process is None:
+            return
+        if not await asyncio.to_thread(self._exited.wait, _SHUTDOWN_S):
+            log.warning("the engine did not end in %s s; killing it", _SHUTDOWN_S)
+            process.kill()
+            await asyncio.to_thread(self._exited.wait)
+        await asyncio.to_thread(self._reader.join, _DRAIN_S)
+        process.join()
+        self._commands.close()
+        self._events.close()
+
+    def _send(self, command: Command) -> None:
+        if self.state.phase is not Phase.DEAD:
+            self._commands.put(command)
+
+    def _read(self) -> None:
+        """Hand messages to the loop until the child has ended and nothing is left to read."""
+        while True:
+            try:
+                event = self._events.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._exited.is_set():
+                    return
+                continue
+            except (EOFError, OSError, ValueError):  # closed
+                return
+            self._on_loop(self._on_event, event)
+
+    def _watch(self, process: SpawnProcess) -> None:
+        wait([process.sentinel])
+        self._exited.set()
+        self._reader.join(_DRAIN_S)
+        self._on_loop(self._on_exit, process)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop has been closed: nobody waits for anything
+            log.debug("a message of the engine came after the server's end")
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Outputs(items):
+                for item in items:
+                    self._deliver(item)
+            case Snapshot(snapshot):
+                self.snapshot = snapshot
+            case Progress(stage, fraction):
+                if self.state.phase is Phase.LOADING:
+                    self.state = EngineState(Phase.LOADING, stage, fraction)
+            case Ready(info):
+                self.info = info
+                self.state = EngineState(Phase.READY)
+                self.settled.set()
+            case Fatal(message, hint, name):
+                self._die(error_class(name)(message, hint=hint))
+
+    def _deliver(self, item: OutputDelta | RequestFailed) -> None:
+        arrived = self._open.get(item.request_id)
+        if arrived is not None:  # otherwise cancelled meanwhile
+            arrived.put_nowait(error_from(item) if isinstance(item, RequestFailed) else item)
+
+    def _on_exit(self, process: SpawnProcess) -> None:
+        self._die(
+            EngineDeadError(
+                f"the engine process ended ({_exit_text(process.exitcode)})",
+                hint="its last lines are in the server's log; restart the server",
+            )
+        )
+
+    def _die(self, error: HeadraceError) -> None:
+        """Take in that the engine is gone; the first reason is the one that stays."""
+        if self.state.phase is Phase.DEAD:
+            return
+        self.state = EngineState(Phase.DEAD, self.state.stage, self.state.fraction, error)
+        if not self._closing:
+            log.error("the engine is gone: %s", error)
+        self._fail_all(EngineDeadError(f"the engine has ended: {error.message}", hint=error.hint))
+        self.settled.set()
+
+    def _fail_all(self, error: HeadraceError) -> None:
+        for arrived in self._open.values():
+            arrived.put_nowait(error)
+        self._open.clear()
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

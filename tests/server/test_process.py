@@ -1,0 +1,140 @@
+"""The engine in its own process: messages, cancellation, and every way to die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from headrace.core.config import EngineConfig
+from headrace.core.errors import CheckpointError, EngineDeadError, EngineLoadingError, RequestError
+from headrace.core.request import GenerationRequest
+from headrace.server.client import Phase
+from headrace.server.process import ProcessClient
+from tests.fixtures.fake_worker import fake_worker
+
+
+@asynccontextmanager
+async def engine(mode: str = "good") -> AsyncGenerator[ProcessClient, None]:
+    client = ProcessClient(target=fake_worker)
+    client.start(EngineConfig(model=mode))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 30)
+
+    asyncio.run(limited())
+
+
+def ask(end: str = "x", name: str = "r1") -> GenerationRequest:
+    return GenerationRequest(name, (1, ord(end)))
+
+
+async def text_of(client: ProcessClient, request: GenerationRequest) -> str:
+    return "".join([d.text async for d in client.generate(request)])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_requests_side_by_side_and_cancel():
+    async def test() -> None:
+        async with engine() as client:
+            with pytest.raises(EngineLoadingError):
+                await text_of(client, ask())
+            await client.settled.wait()
+            assert client.state.phase is Phase.READY
+            assert client.info is not None
+            assert client.info.context == 64
+            texts = await asyncio.gather(*(text_of(client, ask(name=f"r{i}")) for i in range(8)))
+            assert texts == ["one two three"] * 8
+
+            waiting = client.generate(ask("w", "w1"))
+            assert (await anext(waiting)).text == "one "
+            await until(lambda: client.snapshot.running == 1)
+            await waiting.aclose()
+            await until(lambda: client.snapshot.running == 0)
+            assert client.snapshot.requests_aborted_total == 1
+
+            with pytest.raises(RequestError) as raised:
+                await text_of(client, ask("f", "f1"))
+            assert (raised.value.param, raised.value.hint) == ("n", "do")
+        assert client.state.phase is Phase.DEAD
+
+    run(test)
+
+
+def test_b120_a_killed_engine_fails_every_open_request():
+    async def test() -> None:
+        async with engine() as client:
+            await client.settled.wait()
+            open_requests = [
+                asyncio.create_task(text_of(client, ask("w", f"w{i}"))) for i in range(3)
+            ]
+            await until(lambda: client.snapshot.running == 3)
+            start = time.monotonic()
+            results = await asyncio.gather(
+                *open_requests, text_of(client, ask("k", "k1")), return_exceptions=True
+            )
+            assert time.monotonic() - start < 5
+            assert all(isinstance(r, EngineDeadError) for r in results)
+            assert "SIGKILL" in str(results[0])
+            assert client.state.phase is Phase.DEAD
+            with pytest.raises(EngineDeadError):  # later ones do not hang either
+                await text_of(client, ask(name="later"))
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "text"),
+    [("fatal", CheckpointError, "shard 2 is cut short"), ("dies", EngineDeadError, "exit code 7")],
+)
+def test_loading_failures_have_their_reason(mode: str, error: type[Exception], text: str):
+    async def test() -> None:
+        async with engine(mode) as client:
+            await client.settled.wait()
+            assert client.state.phase is Phase.DEAD
+            assert isinstance(client.state.error, error)
+            assert text in str(client.state.error)
+
+    run(test)
+
+
+def test_close_ends_open_requests_and_the_process():
+    async def test() -> None:
+        async with engine() as client:
+            await client.settled.wait()
+            waiting = asyncio.create_task(text_of(client, ask("w")))
+            await until(lambda: client.snapshot.running == 1)
+            await client.close()
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                await waiting
+
+    run(test)
+
+
+def test_an_engine_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.server.process._SHUTDOWN_S", 0.2)
+
+    async def test() -> None:
+        async with engine("stubborn") as client:
+            await client.settled.wait()
+            pid = client.pid
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIG_DFL)
+
+    run(test)
