@@ -15,14 +15,14 @@ class EngineConfig:
     model: str  # a directory, a .gguf file, a hub id or an alias
     context: int | None = None  # tokens a sequence may hold, prompt and answer together
     threads: int | None = None  # CPU worker threads, the calling thread included
-    ram_budget_nbytes: int | None = None
-    vram_budget_nbytes: int | None = None
+    ram_budget_nbytes: int | None = None  # host memory to use at most
+    vram_budget_nbytes: int | None = None  # GPU memory to use at most
     kv_format: str | None = None  # one of KV_FORMATS
     experts: str = "auto"  # one of EXPERT_MODES
     block_tokens: int | None = None  # tokens per KV block: 16, 32, 64 or 128
     max_batch_tokens: int | None = None  # tokens per step, prefill and decode together
     max_num_seqs: int | None = None  # sequences that run at once
     kv_tokens: int | None = None  # tokens that the KV pool holds over all sequences
-    prefix_cache: bool = True
+    prefix_cache: bool = True  # share the blocks of prompts that begin alike
     backend: str | None = None  # force one op back-end: "cpu" or "reference"
     repair_nan_scales: bool = False  # set NaN block scales to zero instead of refusing the file

@@ -1,0 +1,50 @@
+"""docs/reference/cli.md from the argument parser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.cli.main import EPILOG, build_parser
+
+PAGE = Path("docs/reference/cli.md")
+HEAD = """\
+# Command line
+
+<!-- Written by scripts/gen_cli.py from the argument parser: edit that, then run `make docs`. -->
+
+Standard output carries answers and tables, standard error progress, notes and errors. An error is
+one line that begins with `headrace: error:`, and a second with `hint:` where there is a remedy.
+`HEADRACE_TRACEBACK=1` adds the traceback. Sizes need a unit: `8GiB` is 8 x 2^30 bytes, `500MB` is
+500 x 10^6.
+
+`run` is greedy unless a sampling flag says otherwise, so that the same command prints the same
+answer; `chat` takes the sampling of the model's generation_config where it has one.
+"""
+
+
+def describe(action: argparse.Action) -> str:
+    """One row of a table of flags."""
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+    value = ""
+    if action.choices is not None:
+        value = " ".join(f"`{c}`" for c in action.choices)
+    elif action.option_strings and action.nargs != 0:
+        value = f"`{action.metavar or action.dest.upper()}`"
+    return f"| {names} | {value} | {(action.help or '').replace('|', '/')} |"
+
+
+def pages() -> dict[Path, str]:
+    parser = build_parser()
+    parts = [HEAD, "```\n" + EPILOG + "```\n"]
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        parts.append(f"## headrace {name}\n\n{command.description}\n")
+        for group in command._action_groups:
+            rows = [describe(a) for a in group._group_actions if a.dest != "help"]
+            if rows:
+                title = f"{group.title}".capitalize()
+                note = f" ({group.description})" if group.description else ""
+                table = "\n".join(["| flag | value | meaning |", "| --- | --- | --- |", *rows])
+                parts.append(f"{title}{note}:\n\n{table}\n")
+    return {PAGE: "\n".join(parts)}

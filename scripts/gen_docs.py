@@ -1,0 +1,69 @@
+"""Writes the generated reference pages; with ``--check`` fails where one is stale.
+
+A page module beside this file has ``pages() -> {path below the repository: text}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+PAGE_MODULES = ("gen_schemas", "gen_cli", "gen_config", "check_cases")
+# Scripts of their own, with the same --check.
+PAGE_SCRIPTS = ("docs_formats.py",)
+
+
+def all_pages() -> dict[Path, str]:
+    """Every generated page."""
+    found: dict[Path, str] = {}
+    for name in PAGE_MODULES:
+        found.update(importlib.import_module(f"scripts.{name}").pages())
+    return found
+
+
+def stale_pages(pages: dict[Path, str]) -> list[Path]:
+    """Pages whose file is missing or differs."""
+    return [
+        path
+        for path, text in pages.items()
+        if not (ROOT / path).exists() or (ROOT / path).read_text(encoding="utf-8") != text
+    ]
+
+
+def run_scripts(check: bool) -> bool:
+    """Run the page scripts that exist; whether all were content."""
+    good = True
+    for name in PAGE_SCRIPTS:
+        script = ROOT / "scripts" / name
+        if script.exists():
+            command = [sys.executable, str(script), *(["--check"] if check else [])]
+            good = subprocess.run(command, cwd=ROOT, check=False).returncode == 0 and good
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check: bool = parser.parse_args().check
+    pages = all_pages()
+    stale = stale_pages(pages)
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}", file=sys.stderr)
+        if not check:
+            (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+            (ROOT / path).write_text(pages[path], encoding="utf-8")
+    good = run_scripts(check)
+    if check and (stale or not good):
+        print("hint: run `make docs` and commit what it writes", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""A machine as numbers: what the engine decides by and what predictions are made from.
+
+Measured and catalogued machines share one record, so that a plan for a machine that nobody here has
+is made by the same code as one for this machine. Pure data; docs/reference/schemas holds its JSON
+schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.core.errors import ConfigError
+from headrace.core.record_json import record_from_json, record_to_json
+
+MACHINE_PROFILE_VERSION = 1
+
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
+
+# Rate names: lower-case words. A rate that was taken while another engine was busy ends in
+# "_overlapped", so that the two can stand side by side.
+RATE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+OVERLAPPED = "_overlapped"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured or published number.
+
+    ``unit``: GB/s is 10^9 bytes a second; GFLOP/s counts a multiply-add as two; s is seconds a
+    call. ``mode``: alone, or overlapped with what else the engine does at that time (PCIe beside
+    DRAM reads, say). ``source``: how it was measured and when, or the document it is from.
+    """
+
+    value: Positive
+    unit: Literal["GB/s", "GFLOP/s", "s"]
+    mode: Literal["alone", "overlapped"]
+    source: Text
+
+
+@dataclass(frozen=True)
+class GpuProfile:
+    """The GPU. ``architecture`` is the vendor's name of the generation, such as sm_90."""
+
+    name: Text
+    memory_nbytes: Count
+    architecture: str = ""
+
+
+@dataclass(frozen=True)
+class HostProfile:
+    """The CPU and its memory. ``isa`` as in ``machine.probe.ISA_FLAGS``."""
+
+    cpu: Text
+    cores: Count
+    memory_nbytes: Count
+    isa: tuple[str, ...] = ()
+    numa_nodes: Count = 1
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """What connects host and GPU, such as "PCIe 5.0 x16" or "NVLink-C2C"."""
+
+    name: Text
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """A machine: its parts and its rates by name.
+
+    Names in use: ``dram_read``, ``hbm_read``, ``pcie_h2d``, ``pcie_d2h`` (GB/s), each also with
+    ``_overlapped``; ``flops_<dtype>`` (GFLOP/s) with ``gpu_`` or ``cpu_`` before it;
+    ``kernel_launch``, ``graph_launch``, ``thread_wake`` (s). ``gpu`` and ``link`` are None on a
+    machine without a GPU.
+    """
+
+    name: Text
+    origin: Literal["measured", "catalogued"]
+    host: HostProfile
+    gpu: GpuProfile | None = None
+    link: LinkProfile | None = None
+    rates: Mapping[str, Rate] = field(default_factory=dict[str, Rate])
+    version: int = MACHINE_PROFILE_VERSION
+
+    def to_json(self) -> str:
+        """This profile as JSON text."""
+        return record_to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes, source: str = "the machine profile") -> MachineProfile:
+        """Read a profile.
+
+        Raises:
+            ConfigError: a field is missing, unknown, of the wrong type or value, or contradicts
+                another one; the message names it.
+        """
+        profile = record_from_json(MachineProfile, text, source)
+        _check(profile, source)
+        return profile
+
+    @staticmethod
+    def load(path: Path) -> MachineProfile:
+        """Read a profile from a file."""
+        try:
+            return MachineProfile.from_json(path.read_bytes(), str(path))
+        except OSError as error:
+            raise ConfigError(f"cannot read the machine profile {path}: {error.strerror}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the profile to a file, replacing one that is there."""
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+def _check(profile: MachineProfile, source: str) -> None:
+    """What types cannot say: names, modes, and a link needs a GPU."""
+    for name, rate in profile.rates.items():
+        if RATE_NAME.fullmatch(name) is None:
+            raise ConfigError(
+                f"{source}: rates has the name {name!r}; names are of a-z, 0-9 and _",
+                param="rates",
+            )
+        if name.endswith(OVERLAPPED) != (rate.mode == "overlapped"):
+            raise ConfigError(
+                f"{source}: rates[{name!r}].mode is {rate.mode!r}; names of overlapped rates, and "
+                f"of no others, end in {OVERLAPPED}",
+                param=f"rates[{name!r}].mode",
+            )
+    if profile.link is not None and profile.gpu is None:
+        raise ConfigError(f"{source}: link is given and gpu is not", param="link")
