@@ -24,20 +24,21 @@ constexpr FloatTable make_e8m0(int bias) {
 }
 
 // OCP FP8 E4M3 (finite): bias 7, subnormals, no infinity, 0x7f and 0xff are NaN.
-constexpr FloatTable make_e4m3() {
+constexpr FloatTable make_e4m3(float factor) {
   FloatTable t{};
   for (int i = 0; i < 256; ++i) {
     const int e = (i >> 3) & 15, m = i & 7;
     float v = e == 0 ? m * power_of_two(-9) : (8 + m) * power_of_two(e - 10);
     if ((i & 127) == 127) v = __builtin_nanf("");
-    t.value[i] = i & 128 ? -v : v;
+    t.value[i] = factor * (i & 128 ? -v : v);
   }
   return t;
 }
 
-// Half of the E8M0 scale, for codes that hold twice the E2M1 value (0 1 2 3 4 6 8 12).
+// Half of the scale, for codes that hold twice the E2M1 value (0 1 2 3 4 6 8 12).
 inline constexpr FloatTable kHalfE8M0 = make_e8m0(128);
-inline constexpr FloatTable kE4M3 = make_e4m3();
+inline constexpr FloatTable kHalfE4M3 = make_e4m3(0.5f);
+inline constexpr FloatTable kE4M3 = make_e4m3(1.0f);
 
 // Twice the E2M1 values, and the non-linear 4-bit values of IQ4_NL (GGUF).
 alignas(16) inline constexpr int8_t kE2M1Doubled[16] = {0, 1,  2,  3,  4,  6,  8,  12,

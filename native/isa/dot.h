@@ -24,24 +24,56 @@ template <Format F> constexpr int64_t group_nbytes() {
 // and was within 2% of the best of 1, 2, 4 and 8 KiB (Zen 4, two cores, one DRAM channel's share).
 constexpr int64_t kPrefetchNbytes = 4096;
 
+template <Format F> static inline void prefetch_chunk(const Row& r, int64_t g) {
+  for (int64_t at = 0; at < kChunk * group_nbytes<F>(); at += 64)
+    prefetch(r.data + g * group_nbytes<F>() + kPrefetchNbytes + at);
+}
+
+// Scales are read back as broadcasts from memory, which cost no shuffle; compilers would rather keep
+// them in a register and shuffle each out (a third more instructions with GCC 12).
+static inline void in_memory(const float (*scales)[kScaleFloats]) {
+#if defined(__GNUC__)
+  asm volatile("" : : "r"(scales) : "memory");
+#else
+  (void)scales;
+#endif
+}
+
+// Group g + j of R rows times its activations, added to R accumulators.
+template <Format F, int R>
+static inline void dot_group(const Row* rows, int64_t g, int j, const float (*scales)[kScaleFloats], const float* x, V* acc) {
+  const V x0 = load(x + (g + j) * kGroup), x1 = load(x + (g + j) * kGroup + 16);
+  for (int i = 0; i < R; ++i) {
+    V a, b;
+    Expand<F>::run(rows[i], g + j, scales[i], j, a, b);
+    acc[i] = fma(a, x0, acc[i]);
+    acc[i] = fma(b, x1, acc[i]);
+  }
+}
+
 template <Format F, int R>
 static inline void dot_block(const Matrix& m, int64_t row0, const float* x, float* out) {
   Row rows[R];
   V acc[R];
+  alignas(64) float scales[R][kScaleFloats];
   for (int i = 0; i < R; ++i) {
     rows[i] = row_of(m, row0 + i);
     acc[i] = zero();
   }
   const int64_t groups = m.cols / kGroup, rest = m.cols % kGroup;
-  for (int64_t g = 0; g < groups; ++g) {
-    const V x0 = load(x + g * kGroup), x1 = load(x + g * kGroup + 16);
+  int64_t g = 0;
+  for (; g + kChunk <= groups; g += kChunk) {
     for (int i = 0; i < R; ++i) {
-      V a, b;
-      prefetch(rows[i].data + g * group_nbytes<F>() + kPrefetchNbytes);
-      Expand<F>::run(rows[i], g, a, b);
-      acc[i] = fma(a, x0, acc[i]);
-      acc[i] = fma(b, x1, acc[i]);
+      prefetch_chunk<F>(rows[i], g);
+      Expand<F>::prepare(rows[i], g, kChunk, scales[i]);
     }
+    in_memory(scales);
+#pragma GCC unroll 8
+    for (int j = 0; j < kChunk; ++j) dot_group<F, R>(rows, g, j, scales, x, acc);
+  }
+  if (g < groups) {
+    for (int i = 0; i < R; ++i) Expand<F>::prepare(rows[i], g, groups - g, scales[i]);
+    for (int j = 0; j < groups - g; ++j) dot_group<F, R>(rows, g, j, scales, x, acc);
   }
   if (rest != 0) {
     alignas(64) float tail[kGroup] = {};
@@ -65,19 +97,34 @@ static void dot_rows_of(const Matrix& m, int64_t row0, int64_t count, const floa
 }
 
 template <Format F>
+static inline void expand_group(const Row& r, int64_t g, int j, const float* scales, float* to) {
+  V a, b;
+  Expand<F>::run(r, g + j, scales, j, a, b);
+  store(to + (g + j) * kGroup, a);
+  store(to + (g + j) * kGroup + 16, b);
+}
+
+template <Format F>
 static void expand_rows_of(const Matrix& m, int64_t row0, int64_t count, float* out, int64_t stride) {
   const int64_t groups = m.cols / kGroup, rest = m.cols % kGroup;
+  alignas(64) float scales[kScaleFloats];
   for (int64_t i = 0; i < count; ++i) {
     const Row r = row_of(m, row0 + i);
     float* to = out + i * stride;
-    V a, b;
-    for (int64_t g = 0; g < groups; ++g) {
-      prefetch(r.data + g * group_nbytes<F>() + kPrefetchNbytes);
-      Expand<F>::run(r, g, a, b);
-      store(to + g * kGroup, a);
-      store(to + g * kGroup + 16, b);
+    int64_t g = 0;
+    for (; g + kChunk <= groups; g += kChunk) {
+      prefetch_chunk<F>(r, g);
+      Expand<F>::prepare(r, g, kChunk, scales);
+      in_memory(&scales);
+#pragma GCC unroll 8
+      for (int j = 0; j < kChunk; ++j) expand_group<F>(r, g, j, scales, to);
+    }
+    if (g < groups) {
+      Expand<F>::prepare(r, g, groups - g, scales);
+      for (int j = 0; j < groups - g; ++j) expand_group<F>(r, g, j, scales, to);
     }
     if (rest != 0) {
+      V a, b;
       expand_tail<F>(r, groups, rest, a, b);
       store(to + groups * kGroup, a);
       store(to + groups * kGroup + 16, b);

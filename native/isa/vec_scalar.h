@@ -81,6 +81,17 @@ static inline float f16(const uint8_t* p) {
   std::memcpy(&r, &u, 4);
   return r;
 }
+// `n` half-precision numbers, or pairs of them, `stride` bytes apart, as floats side by side.
+static inline void halves(const uint8_t* p, int64_t stride, int64_t n, float* out) {
+  for (int64_t j = 0; j < n; ++j) out[j] = f16(p + j * stride);
+}
+static inline void half_pairs(const uint8_t* p, int64_t stride, int64_t n, float* out) {
+  for (int64_t j = 0; j < n; ++j) {
+    out[2 * j] = f16(p + j * stride);
+    out[2 * j + 1] = f16(p + j * stride + 2);
+  }
+}
+static inline B bytes_of(uint64_t a) { B r{}; for (int i = 0; i < 8; ++i) r.b[i] = static_cast<uint8_t>(a >> (8 * i)); return r; }
 static inline V from_f16(const uint8_t* p) { V r; HEADRACE_EACH r.v[i] = f16(p + 2 * i); return r; }
 static inline V from_bf16(const uint8_t* p) {
   V r; HEADRACE_EACH { uint16_t h; std::memcpy(&h, p + 2 * i, 2); const uint32_t u = static_cast<uint32_t>(h) << 16; std::memcpy(&r.v[i], &u, 4); }

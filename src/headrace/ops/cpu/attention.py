@@ -28,9 +28,9 @@ def _cache(cache: LayerKV) -> tuple[_native.Cache, int, int, int]:
             or keys.stride(3) != 1
         ):
             raise InternalError(
-                f"KV cache: found keys {keys.dtype} {list(keys.shape)} {list(keys.stride())}, values "
-                f"{values.dtype} {list(values.shape)} {list(values.stride())}, expected two float32 "
-                "or bfloat16 [blocks, heads, tokens, head_dim] of the same layout"
+                f"KV cache: found keys {keys.dtype} {list(keys.shape)} {list(keys.stride())}, "
+                f"values {values.dtype} {list(values.shape)} {list(values.stride())}, expected "
+                "two float32 or bfloat16 [blocks, heads, tokens, head_dim] of the same layout"
             )
         blocks, heads, tokens, head = keys.shape
         native = _native.make_cache(
@@ -68,11 +68,11 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of float32 q [T, H, head_dim] over a paged cache -> float32 [T, H, head_dim].
+    """Causal attention of float32 q [T, H, head_dim] over a paged cache -> same shape.
 
     Query head h reads key head h // (H / Hkv). With a window w, the row at position p sees keys
-    p - w + 1 to p. ``sinks`` [H]: one more logit per head, in the denominator only. Serves prefill and
-    decode alike, and gives a row the same bits in both.
+    p - w + 1 to p. ``sinks`` [H]: one more logit per head, in the denominator only. Serves prefill
+    and decode alike, and gives a row the same bits in both.
     """
     native, _, kv_heads, head = _cache(cache)
     tokens, heads, _ = q.shape

@@ -6,15 +6,6 @@ import os
 
 from headrace.core.errors import ConfigError
 
-try:
-    from headrace.ops.cpu import _native
-except ImportError as error:
-    _missing: str | None = (
-        f"the C++ kernels are not installed ({error}); they are built where a C++20 compiler is found"
-    )
-else:
-    _missing = None
-
 ISA_VARIABLE = "HEADRACE_ISA"
 
 
@@ -24,8 +15,10 @@ def available() -> str | None:
     Raises:
         ConfigError: ``HEADRACE_ISA`` names something that this CPU or build does not have.
     """
-    if _missing is not None:
-        return _missing
+    try:
+        from headrace.ops.cpu import _native  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        return f"the C++ kernels are not installed, no compiler was found at install ({error})"
     forced = os.environ.get(ISA_VARIABLE, "")
     if forced:
         select_isa(forced)
@@ -34,6 +27,8 @@ def available() -> str | None:
 
 def select_isa(name: str) -> None:
     """Use the kernels of one instruction set: "scalar", "avx2" or "avx512"; "" for the best."""
+    from headrace.ops.cpu import _native
+
     problem = _native.select_isa(name)
     if problem:
         raise ConfigError(
@@ -44,16 +39,22 @@ def select_isa(name: str) -> None:
 
 def isa() -> str:
     """The instruction set in use."""
+    from headrace.ops.cpu import _native
+
     return _native.isa()
 
 
 def supported_isas() -> list[str]:
     """The instruction sets that can be used here, best first."""
+    from headrace.ops.cpu import _native
+
     return _native.supported_isas().split()
 
 
 def set_num_threads(count: int) -> None:
     """Use ``count`` threads, the calling one included. By default, one for each allowed CPU."""
+    from headrace.ops.cpu import _native
+
     if count < 1:
         raise ConfigError(
             f"threads: found {count}, expected at least 1", hint="give --threads a positive number"
@@ -63,4 +64,6 @@ def set_num_threads(count: int) -> None:
 
 def num_threads() -> int:
     """Threads that work on a call, the calling one included."""
+    from headrace.ops.cpu import _native
+
     return _native.num_threads()

@@ -146,7 +146,7 @@ def moe(
     experts: ExpertWeights,
     act: Activation,
 ) -> torch.Tensor:
-    """Sum over the k slots of weights[t, s] * expert ids[t, s] of x[t]; slots with id -1 add nothing.
+    """Sum over slots of weights[t, s] * expert ids[t, s] of x[t]; slots with id -1 add nothing.
 
     x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k] -> float32 [T, D]
 

@@ -12,13 +12,12 @@ from headrace.formats.base import PackedTensor
 from headrace.ops.cpu import _native
 
 # The order of ``enum class Format`` in native/matrix.h.
-FORMAT_NUMBERS = {
-    name: number
-    for number, name in enumerate(
-        "f32 f16 bf16 fp8_e4m3 mxfp4 mxfp4_gguf nvfp4 q4_0 q4_1 q5_0 q5_1 q8_0 q2_k q3_k q4_k q5_k "
-        "q6_k iq4_nl iq4_xs".split()
-    )
-}
+_ORDER = (
+    *("f32", "f16", "bf16", "fp8_e4m3", "mxfp4", "mxfp4_gguf", "nvfp4"),
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_nl", "iq4_xs"),
+)
+FORMAT_NUMBERS = {name: number for number, name in enumerate(_ORDER)}
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _HANDLE = "_cpu_matrix"  # in the tensor's own dictionary, so that both live equally long
 

@@ -7,8 +7,8 @@ from headrace.ops.cpu.linear import embed, gated_linear, linear, linear_group, m
 from headrace.ops.cpu.rows import rmsnorm, rope, router_topk
 from headrace.ops.registry import Op
 
-# Largest difference to a float64 oracle over the largest value. A float32 sum in 16 lanes over K up to
-# 4,096 is off by up to K / 16 + 4 roundings of 2^-24 each in the worst case: 1.5e-5; seen: 1e-6.
+# Largest difference to a float64 oracle over the largest value. A float32 sum in 16 lanes over K up
+# to 4,096 is off by up to K / 16 + 4 roundings of 2^-24 each in the worst case: 1.5e-5; seen: 1e-6.
 SUM_TOLERANCE = 2e-5
 ROW_TOLERANCE = 2e-6
 
