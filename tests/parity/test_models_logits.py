@@ -22,6 +22,7 @@ from headrace.models.loader import load_model
 from headrace.ops.registry import resolve, unavailable_reason
 from tests.fixtures.paging import Pages
 from tests.fixtures.raw_checkpoints import open_gguf, open_safetensors
+from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
 from tests.fixtures.tiny_gguf import write_gguf
 from tests.fixtures.tiny_models import (
     CONFIGS,
@@ -108,7 +109,13 @@ def test_gpt_oss_mxfp4_gguf(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [("llama", "llama"), ("qwen3-yarn", "qwen3"), ("olmoe", "olmoe"), ("mixtral", "llama")],
+    [
+        ("llama", "llama"),
+        ("qwen3-yarn", "qwen3"),
+        ("olmoe", "olmoe"),
+        ("mixtral", "llama"),
+        ("qwen3_moe-sparse", "qwen3moe"),
+    ],
 )
 def test_gguf_matches_transformers(
     name: str, architecture: str, backend: str, tmp_path: Path
