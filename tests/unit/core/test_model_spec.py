@@ -318,6 +318,7 @@ def test_switched_off_keys_are_accepted(key: str, value: Any) -> None:
         (LLAMA_31_8B, "tie_word_embeddings", 1),
         (GPT_OSS_120B, "layer_types", ["full_attention"]),
         (GPT_OSS_120B, "experts_per_token", 8),
+        (GPT_OSS_120B, "rope_scaling", None),
         (MIXTRAL_8X7B, "num_experts_per_tok", 9),
     ],
 )
