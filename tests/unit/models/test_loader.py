@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.checkpoint.open import open_checkpoint
 from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.errors import CheckpointError
 from headrace.core.weight_shapes import num_parameters
@@ -20,9 +21,12 @@ from headrace.models.loader import load_model
 from headrace.models.weights import WeightSource, split_rows
 from headrace.ops.registry import resolve
 from tests.fixtures.paging import Pages
-from tests.fixtures.raw_checkpoints import open_safetensors
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
 from tests.fixtures.tiny_models import CONFIGS, expected_logits, make_model, prompt, save_model
+
+
+def opened(path: Path) -> Checkpoint:
+    return open_checkpoint(str(path))
 
 
 def load(checkpoint: Checkpoint) -> Decoder:
@@ -31,7 +35,7 @@ def load(checkpoint: Checkpoint) -> Decoder:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_safetensors(save_model(make_model("qwen3_moe"), tmp_path_factory.mktemp("moe")))
+    return opened(save_model(make_model("qwen3_moe"), tmp_path_factory.mktemp("moe")))
 
 
 def changed(checkpoint: Checkpoint, **tensors: RawTensor | None) -> Checkpoint:
@@ -49,7 +53,7 @@ def changed(checkpoint: Checkpoint, **tensors: RawTensor | None) -> Checkpoint:
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_counts_match_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    spec = open_safetensors(save_model(model, tmp_path)).spec
+    spec = opened(save_model(model, tmp_path)).spec
     assert num_parameters(spec).total == model.num_parameters()
 
 
@@ -99,7 +103,7 @@ def test_fused_experts_load_as_well(name: str, tmp_path: Path) -> None:
     save_file(
         {k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors"
     )
-    checkpoint = open_safetensors(tmp_path)
+    checkpoint = opened(tmp_path)
     assert any(key.endswith("experts.gate_up") for key in checkpoint.tensors)
     decoder = load(checkpoint)
     pages = Pages(decoder.spec)
