@@ -1,4 +1,4 @@
-"""What a checkpoint offers once it is open and checked. No torch: bytes are NumPy views of a map."""
+"""What an open, checked checkpoint offers: its bytes are NumPy views of a map. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from headrace.core.families.base import Family
@@ -35,18 +34,21 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where the tokenizer and the chat template come from: files of a directory, or GGUF metadata."""
+    """Where tokenizer and chat template come from: files of a directory, or GGUF metadata."""
 
     tokenizer_json: Path | None = None
-    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chat_template: str | None = None
     gguf: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: headers read and checked, tensor bytes mapped but not touched."""
+    """An opened checkpoint: headers read and checked, tensor bytes mapped but not touched.
+
+    Taking a tensor from ``tensors`` for the first time checks its block scales (``scales``).
+    """
 
     ref: str  # what the user typed
     path: Path
@@ -58,3 +60,4 @@ class Checkpoint:
     text: TextSource
     nbytes: int  # of all weight files
     rope_interleaved: bool = False  # q/k rows are stored for pairs (0, 1), (2, 3), ...
+    notes: tuple[str, ...] = ()  # what the files hold and was not used, one sentence each

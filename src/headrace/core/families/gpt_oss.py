@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.core.errors import ConfigError
 from headrace.core.families import gguf_keys, naming
 from headrace.core.families.base import Family
 from headrace.core.families.reading import (
@@ -32,6 +33,12 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     reader.must_be("hidden_act", "silu")
     alternating = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     windows = read_windows(reader, layers, reader.integer("sliding_window"), alternating)
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        # Every published model is stretched by YaRN; without the numbers it would be wrong.
+        raise ConfigError(
+            f"{reader.where} has neither rope_parameters nor rope_scaling",
+            hint="the file is incomplete; gpt-oss needs its YaRN parameters",
+        )
     rope = read_rope(reader, head_dim, sizes["max_context"], theta=150000.0)
     if rope.scaling == "yarn":
         # Older files repeat YaRN's original context under a name of their own.

@@ -27,6 +27,7 @@ METADATA_KEYS = frozenset(
         "is_llama_config",
         "label2id",
         "max_length",
+        "max_sequence_length",  # repeats max_position_embeddings in early Llama files
         "model_type",
         "name_or_path",
         "output_attentions",
@@ -39,6 +40,7 @@ METADATA_KEYS = frozenset(
         "return_dict",
         "router_aux_loss_coef",  # training loss
         "router_jitter_noise",  # training only
+        "tokenizer_class",
         "torch_dtype",
         "transformers.js_config",
         "transformers_version",
