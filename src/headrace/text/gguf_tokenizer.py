@@ -182,7 +182,7 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     piece's score; characters that no piece covers become ``<0xNN>`` tokens.
     """
     prefix = vocabulary.flag("add_space_prefix", True)
-    unknown = vocabulary.token_id("unknown_token_id")
+    unknown = _unknown_id(vocabulary)
     try:
         engine = tokenizers.Tokenizer(
             models.BPE(
@@ -201,6 +201,18 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     )
     rule = SENTENCEPIECE if prefix else SENTENCEPIECE_NO_PREFIX
     return _finish(engine, vocabulary, rule, adds_bos=True)
+
+
+def _unknown_id(vocabulary: GgufVocabulary) -> int | None:
+    """Return the token of what no piece covers; needed unless every byte has a token."""
+    unknown = vocabulary.token_id("unknown_token_id")
+    if unknown is None and vocabulary.types is not None and UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(UNKNOWN)
+    if unknown is None and any(f"<0x{b:02X}>" not in vocabulary.vocab for b in range(256)):
+        raise CheckpointError(
+            f"{_PREFIX}unknown_token_id is missing, and not every byte has a token"
+        )
+    return unknown
 
 
 def _merges_of_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
