@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from headrace.core.errors import CheckpointError, UnsupportedModelError
-from headrace.text.pieces import BYTE_LEVEL
+from headrace.text.pieces import (
+    BYTE_LEVEL,
+    SENTENCEPIECE,
+    SENTENCEPIECE_NO_PREFIX,
+    SPACE_MARK,
+    PieceRule,
+)
 from headrace.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from headrace.text.tokenizer import AddedPiece, Tokenizer, TokenizerParts
 
 # ``tokenizer.ggml.token_type``, from the GGUF specification.
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-TOKEN_TYPES = range(7)  # 0 undefined, 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = TOKEN_TYPES = range(7)
 
 # Files name one EOS, models end an answer in more ways. A control token of one of these spellings
 # ends an answer too; llama.cpp recognises them by spelling as well.
@@ -46,7 +51,7 @@ class GgufVocabulary:
         self.types = cast("list[int] | None", self._array("token_type", int, length=self.size))
         if self.types is not None and (bad := set(self.types) - set(TOKEN_TYPES)):
             raise CheckpointError(
-                f"{_PREFIX}token_type holds the type {min(bad)}; types are 0 to {TOKEN_TYPES[-1]}"
+                f"{_PREFIX}token_type holds the type {min(bad)}; types are 0 to {BYTE}"
             )
         self.vocab = dict(zip(self.tokens, range(self.size), strict=True))
         if len(self.vocab) != self.size:
@@ -144,8 +149,10 @@ def load_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     model = vocabulary.text("model")
     if model == "gpt2":
         return _byte_level(vocabulary)
+    if model == "llama":
+        return _sentencepiece(vocabulary)
     raise UnsupportedModelError(
-        f"{_PREFIX}model is {model!r}; supported are gpt2",
+        f"{_PREFIX}model is {model!r}; supported are gpt2 and llama",
         hint="use the model's Hugging Face directory, whose tokenizer.json is read as it is",
     )
 
@@ -165,9 +172,62 @@ def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    engine.decoder = decoders.ByteLevel()
-    added = vocabulary.added()
-    return finish(engine, vocabulary, added, adds_bos=rule.adds_bos)
+    return _finish(engine, vocabulary, BYTE_LEVEL, adds_bos=rule.adds_bos)
+
+
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
+    """Build SentencePiece's BPE: the adjacent pair whose sum has the best score merges first.
+
+    Such files have scores and no merges. Every way to cut a piece into two pieces is a merge of the
+    piece's score; characters that no piece covers become ``<0xNN>`` tokens.
+    """
+    prefix = vocabulary.flag("add_space_prefix", True)
+    unknown = _unknown_id(vocabulary)
+    try:
+        engine = tokenizers.Tokenizer(
+            models.BPE(
+                vocab=vocabulary.vocab,
+                merges=_merges_of_scores(vocabulary),
+                unk_token=None if unknown is None else vocabulary.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+    except Exception as error:  # the library raises bare exceptions
+        raise CheckpointError(f"{_PREFIX}tokens are no vocabulary: {error}") from error
+    replace = normalizers.Replace(" ", SPACE_MARK)
+    engine.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE_MARK), replace]) if prefix else replace
+    )
+    rule = SENTENCEPIECE if prefix else SENTENCEPIECE_NO_PREFIX
+    return _finish(engine, vocabulary, rule, adds_bos=True)
+
+
+def _unknown_id(vocabulary: GgufVocabulary) -> int | None:
+    """Return the token of what no piece covers; needed unless every byte has a token."""
+    unknown = vocabulary.token_id("unknown_token_id")
+    if unknown is None and vocabulary.types is not None and UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(UNKNOWN)
+    if unknown is None and any(f"<0x{b:02X}>" not in vocabulary.vocab for b in range(256)):
+        raise CheckpointError(
+            f"{_PREFIX}unknown_token_id is missing, and not every byte has a token"
+        )
+    return unknown
+
+
+def _merges_of_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+    vocab, scores = vocabulary.vocab, vocabulary.scores()
+    types = vocabulary.types or [NORMAL] * vocabulary.size
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token_id, piece in enumerate(vocabulary.tokens):
+        if types[token_id] not in (NORMAL, UNDEFINED, UNUSED):
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-scores[token_id], vocab[left], vocab[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
 
 
 def _pre_tokenizer(name: str | None) -> PreTokenizer:
@@ -185,14 +245,11 @@ def _pre_tokenizer(name: str | None) -> PreTokenizer:
     return rule
 
 
-def finish(
-    engine: tokenizers.Tokenizer,
-    vocabulary: GgufVocabulary,
-    added: Mapping[int, AddedPiece],
-    *,
-    adds_bos: bool,
+def _finish(
+    engine: tokenizers.Tokenizer, vocabulary: GgufVocabulary, rule: PieceRule, *, adds_bos: bool
 ) -> Tokenizer:
     """Add the whole-matched tokens and the file's BOS and EOS settings to a built engine."""
+    added = vocabulary.added()
     whole = [AddedToken(a.content, special=a.special, normalized=False) for a in added.values()]
     engine.add_tokens(whole)  # pyright: ignore[reportUnknownMemberType]
     bos = vocabulary.token_id("bos_token_id")
@@ -202,7 +259,7 @@ def finish(
     parts = TokenizerParts(
         pieces=vocabulary.tokens,
         added=added,
-        rule=BYTE_LEVEL,
+        rule=rule,
         prefix_ids=_wanted("bos", bos) if add_bos else (),
         suffix_ids=_wanted("eos", eos) if add_eos else (),
         bos_token_id=bos,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_SPACE_MARK = "\u2581"
+SPACE_MARK = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -45,7 +45,7 @@ def sentencepiece_bytes(piece: str) -> bytes:
     """Return the bytes of a SentencePiece piece: U+2581 is a space, ``<0xNN>`` one byte."""
     if match := _BYTE_PIECE.match(piece):
         return bytes([int(match.group(1), 16)])
-    return piece.replace(_SPACE_MARK, " ").encode("utf-8", "surrogatepass")
+    return piece.replace(SPACE_MARK, " ").encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from functools import cached_property
 import tokenizers
 
 from headrace.checkpoint.records import TextSource
-from headrace.core.errors import CheckpointError
-from headrace.text.pieces import PieceRule
+from headrace.core.errors import CheckpointError, RequestError
+from headrace.text.pieces import BYTE_LEVEL, CHAR_OF_BYTE, PieceRule
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,17 @@ class Tokenizer:
         """Return the token ids of ``text``.
 
         Args:
-            text: any string; lone surrogates are refused by the engine.
+            text: any string of Unicode characters.
             add_special: put BOS and EOS around it as the tokenizer's own settings say. A text that
                 already starts with BOS does not get a second one.
             parse_special: read control tokens' spellings (``<|im_end|>``) as those tokens; False
                 reads them as the plain text that they are.
+
+        Raises:
+            RequestError: the text has a lone surrogate, which is no character, or a byte that the
+                vocabulary has no token for (the merging engine would silently leave it out).
         """
+        _check_text(text, self._covered_bytes)
         engine = self._engine
         if not parse_special and self.special_pattern.search(text):
             engine = self._plain_engine
@@ -164,6 +169,14 @@ class Tokenizer:
         return None
 
     @cached_property
+    def _covered_bytes(self) -> bytes | None:
+        """The bytes that have a token, None where every text can be encoded."""
+        if self._parts.rule is not BYTE_LEVEL or getattr(self._engine.model, "unk_token", None):
+            return None
+        covered = [b for b, c in CHAR_OF_BYTE.items() if self._engine.token_to_id(c) is not None]
+        return None if len(covered) == len(CHAR_OF_BYTE) else bytes(covered)
+
+    @cached_property
     def _plain_engine(self) -> tokenizers.Tokenizer:
         """A second engine that reads control tokens as plain text.
 
@@ -183,6 +196,26 @@ class Tokenizer:
             twin = tokenizers.Tokenizer.from_str(engine.to_str())
         twin.encode_special_tokens = True
         return twin
+
+
+def _check_text(text: str, covered: bytes | None) -> None:
+    """Refuse lone surrogates, and bytes outside ``covered`` (SmolLM2 lacks 0x04, for one)."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has the lone surrogate U+{ord(text[error.start]):04X} at {error.start}",
+            hint="send valid Unicode: a JSON escape of a surrogate needs its other half",
+        ) from error
+    if covered is None or not data.translate(None, covered):
+        return
+    for character in text:
+        if rest := character.encode("utf-8").translate(None, covered):
+            raise RequestError(
+                f"the text has the character U+{ord(character):04X}, and the model's vocabulary "
+                f"has no token for its byte 0x{rest[0]:02X}",
+                hint="take the character out: the model cannot read it",
+            )
 
 
 def load_tokenizer(source: TextSource) -> Tokenizer:
