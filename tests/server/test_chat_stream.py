@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -134,5 +136,6 @@ def test_b155_stopping_to_read_cancels():
 
 
 def test_server_does_not_import_torch():
-    code = "import sys, headrace.server.app; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys, headrace.server.run; sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=env).returncode == 0

@@ -90,6 +90,15 @@ def test_wrong_values_are_400_naming_the_field(served: Served, fields: dict[str,
     assert "hint:" in error["message"]
 
 
+def test_messages_say_what_is_allowed(served: Served):
+    """Where several kinds of value are possible, the message is about the one that was tried."""
+    error = error_of(served.complete(prompt=["a", 1]), 400)
+    assert "a string, strings, token ids, or lists of token ids" in error["message"]
+    error = error_of(served.chat(stop=["a"] * 65), 400)
+    assert "at most 64 items" in error["message"]
+    assert len(error["message"]) < 300  # a long value is not repeated in full
+
+
 def test_unknown_field_is_refused_by_name(served: Served):
     error = error_of(served.chat(temperatur=0.5), 400)
     assert error["param"] == "temperatur"

@@ -65,6 +65,8 @@ def test_health_has_the_context(served: Served):
     assert health.json()["status"] == "ok"
     assert health.json()["context"] == 64
     assert health.json()["model"] == "toy"
+    assert health.json()["memory_nbytes"] == {"weights": 1000, "kv": 2000}
+    assert health.json()["choices"] == [{"name": "threads", "value": "1", "reason": "one core"}]
 
 
 def test_metrics_follow_the_engine(served: Served):

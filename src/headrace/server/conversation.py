@@ -7,49 +7,29 @@ from typing import Any
 
 from headrace.core.errors import RequestError
 from headrace.server.schema import ChatMessage, TemplateFields
+from headrace.text.messages import text_of_content
 
 # The template's own arguments; a caller sets them through the messages and the named fields.
 _RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages with their content as one string each.
+    """Return the messages as objects, with their content as one string each.
 
     Raises:
         RequestError: a part is not text, or a message has no content.
     """
-    return [_template_message(i, m) for i, m in enumerate(messages)]
-
-
-def _template_message(position: int, message: ChatMessage) -> dict[str, Any]:
-    """Return one message as the template gets it: content is a string, or None."""
-    fields = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        texts: list[str] = []
-        for number, part in enumerate(message.content):
-            where = f"messages.{position}.content.{number}"
-            if part.type not in ("text", "input_text"):
-                raise RequestError(
-                    f"{where} is of type {part.type[:80]!r}; this model takes text only",
-                    hint="send parts of type text",
-                    param=where,
-                )
-            if part.text is None:
-                raise RequestError(
-                    f"{where} has no text", hint="give the part a field text", param=where
-                )
-            texts.append(part.text)
-        # Peers put a line break between parts; templates written for strings expect it.
-        fields["content"] = "\n".join(texts)
-    elif message.content is None and not (message.model_extra or {}).get("tool_calls"):
-        if message.role != "assistant":
+    listed = [message.model_dump(exclude_unset=True) for message in messages]
+    for number, message in enumerate(listed):
+        if "content" in message:
+            message["content"] = text_of_content(message["content"], f"messages[{number}]")
+        elif message["role"] != "assistant":  # whose tool calls may stand alone
             raise RequestError(
-                f"messages.{position} ({message.role}) has no content",
+                f"messages[{number}] ({message['role']}) has no content",
                 hint="give it a text, or leave the message out",
-                param=f"messages.{position}.content",
+                param=f"messages.{number}.content",
             )
-        fields["content"] = ""
-    return fields
+    return listed
 
 
 def template_options(fields: TemplateFields, messages: Sequence[ChatMessage]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.core.errors import RequestError
-
 if TYPE_CHECKING:
     from headrace.text.template import ChatTemplate
     from headrace.text.tokenizer import Tokenizer
@@ -40,15 +38,18 @@ class TextFrontend(Protocol):
         """Return the text of ``ids``, special tokens left out."""
         ...
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token; special tokens give their name's bytes."""
+    def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
+        """Return the exact bytes that a token adds to the text.
+
+        Control tokens add none; with ``skip_special`` False they give their name's bytes.
+        """
         ...
 
 
 class CheckpointFrontend:
-    """The front end of an opened checkpoint: its tokenizer and, if it has one, its template."""
+    """The front end of an opened checkpoint: its tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._template = template
 
@@ -64,8 +65,7 @@ class CheckpointFrontend:
         from headrace.text.tokenizer import load_tokenizer
 
         source = open_checkpoint(model).text
-        template = None if source.chat_template is None else ChatTemplate(source)
-        return cls(load_tokenizer(source), template)
+        return cls(load_tokenizer(source), ChatTemplate(source))
 
     def encode_chat(
         self,
@@ -78,44 +78,14 @@ class CheckpointFrontend:
         """See ``TextFrontend.encode_chat``."""
         from headrace.text.template import encode_chat
 
-        if self._template is None:
-            raise RequestError(
-                "this model has no chat template",
-                hint="use /v1/completions with the prompt as plain text",
-                param="messages",
-            )
-        variables = template_kwargs or {}
-        if continue_final_message:
-            return self._encode_unfinished(self._template, messages, variables)
         return encode_chat(
             self._tokenizer,
             self._template,
             messages,
             add_generation_prompt=add_generation_prompt,
-            **variables,
+            continue_final_message=continue_final_message,
+            **(template_kwargs or {}),
         )
-
-    def _encode_unfinished(
-        self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
-    ) -> list[int]:
-        """Return the prompt cut right after the final message's text, before what closes it."""
-        text = template.render(messages, add_generation_prompt=False, **variables)
-        final: str = messages[-1].get("content") or ""
-        for wanted in (final, final.strip()):  # many templates strip what they are given
-            at = text.rfind(wanted)
-            if wanted and at >= 0:
-                text = text[: at + len(wanted)]
-                break
-        else:
-            raise RequestError(
-                "the chat template does not show the final message's text: nothing can follow it",
-                hint="give the final message a text, or leave continue_final_message out",
-                param="continue_final_message",
-            )
-        ids = self._tokenizer.encode(text)
-        bos = self._tokenizer.bos_token_id
-        # The template may write the begin token that the tokenizer adds as well.
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
@@ -127,6 +97,6 @@ class CheckpointFrontend:
         """See ``TextFrontend.decode``."""
         return self._tokenizer.decode(list(ids))
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
         """See ``TextFrontend.token_bytes``."""
-        return self._tokenizer.token_bytes(token_id)
+        return self._tokenizer.token_bytes(token_id, skip_special=skip_special)

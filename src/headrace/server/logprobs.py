@@ -21,7 +21,7 @@ def chat_entries(entries: Sequence[TokenLogprob], text: TextFrontend, top: int) 
 
 
 def _chat_token(token_id: int, logprob: float, text: TextFrontend) -> dict[str, Any]:
-    raw = text.token_bytes(token_id)
+    raw = text.token_bytes(token_id, skip_special=False)
     return {
         "token": raw.decode("utf-8", errors="replace"),
         "logprob": logprob,
@@ -34,7 +34,7 @@ class CompletionLogprobs:
 
     ``text_offset`` counts characters from the start of the choice's text (the echoed prompt
     included). A token that is not whole UTF-8 is written as ``bytes:\\xe2\\x82``, and its offset is
-    that of the character it belongs to.
+    that of the character it belongs to. Control tokens have a name and no width.
     """
 
     def __init__(self, text: TextFrontend, top: int) -> None:
@@ -59,10 +59,9 @@ class CompletionLogprobs:
         tokens: list[str] = []
         offsets: list[int] = []
         for token_id in ids:
-            raw = self._text.token_bytes(token_id)
-            tokens.append(token_name(raw))
+            tokens.append(self._name(token_id))
             offsets.append(self._offset)
-            self._advance(raw)
+            self._advance(self._text.token_bytes(token_id))
         tops = [None if e is None else self._alternatives(e) for e in entries]
         return {
             "tokens": tokens,
@@ -70,6 +69,9 @@ class CompletionLogprobs:
             "top_logprobs": tops if self._top else None,
             "text_offset": offsets,
         }
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self._text.token_bytes(token_id, skip_special=False))
 
     def _advance(self, raw: bytes) -> None:
         """Count the characters that are whole after ``raw``."""
@@ -88,7 +90,7 @@ class CompletionLogprobs:
             pairs.append((entry.token_id, entry.logprob))
         named: dict[str, float] = {}
         for token_id, value in pairs:
-            name = token_name(self._text.token_bytes(token_id))
+            name = self._name(token_id)
             named[name] = max(value, named.get(name, value))
         return named
 

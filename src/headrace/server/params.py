@@ -6,6 +6,7 @@ from headrace.core.errors import ContextLengthError, ModelNotFoundError, Request
 from headrace.core.request import SamplingParams
 from headrace.core.status import EngineInfo
 from headrace.server.schema import SamplingFields
+from headrace.text.stop import validate_stops
 
 
 def sampling_params(
@@ -31,7 +32,7 @@ def sampling_params(
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         logit_bias=_logit_bias(fields.logit_bias or {}, info.vocab),
         seed=fields.seed,
-        stop=_stops(fields.stop),
+        stop=validate_stops(fields.stop),
         stop_token_ids=check_token_ids("stop_token_ids", fields.stop_token_ids or [], info.vocab),
         include_stop=bool(fields.include_stop_str_in_output),
         ignore_eos=bool(fields.ignore_eos),
@@ -112,17 +113,6 @@ def check_model(name: str | None, served: tuple[str, ...]) -> None:
             hint="use that name, or start the server with --model-name",
             param="model",
         )
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if "" in stops:
-        raise RequestError(
-            "stop holds an empty string, which every answer would match at once",
-            hint="leave the empty string out",
-            param="stop",
-        )
-    return stops
 
 
 def _logit_bias(bias: dict[str, float], vocab: int) -> tuple[tuple[int, float], ...]:

@@ -33,6 +33,9 @@ R = TypeVar("R")
 
 # Cancelled streams end within a few messages; what is still open after this is a stuck socket.
 _GRACE_S = 3
+# Clients keep idle connections for 4 s (Node) to 90 s (Go) and are surprised when the server is the
+# one that closes them: the next request then fails.
+_IDLE_CONNECTION_S = 120
 # How often a change of the loading stage is looked for, to print it.
 _STAGE_POLL_S = 0.1
 
@@ -160,6 +163,7 @@ class _Run:
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                timeout_keep_alive=_IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )

@@ -11,7 +11,7 @@ Any other field is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -113,7 +113,10 @@ class SamplingFields(_Model):
         None
     )
     seed: Annotated[int, Field(ge=_MIN_SEED, le=_MAX_SEED)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None,
+        Field(description="a string or a list of strings"),
+    ] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -124,20 +127,12 @@ class SamplingFields(_Model):
     cache_salt: str | None = None
 
 
-class ContentPart(BaseModel):
-    """One part of a message's content; only text parts can be acted on."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    type: str
-    text: str | None = None
-
-
 class ChatMessage(BaseModel):
     """One message. Fields beyond these are passed on to the model's chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
 
 
 class TemplateFields(_Model):
@@ -161,7 +156,10 @@ class ChatRequest(SamplingFields, TemplateFields):
 class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]],
+        Field(description="a string, strings, token ids, or lists of token ids, not mixed"),
+    ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -215,24 +213,39 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> RequestError:
     faults = error.errors(include_url=False, include_context=False)
     unknown = [f for f in faults if f["type"] == "extra_forbidden"]
     fault = unknown[0] if unknown else faults[0]
-    # Union members appear in the location as type names ("list[str]"); they are not field names.
-    path = [str(p) for p in fault["loc"] if isinstance(p, int) or str(p).isidentifier()]
-    path = [p for i, p in enumerate(path) if i == 0 or p not in ("str", "int", "float", "bool")]
+    path = _field_path(fault["loc"])
     where = ".".join(path)
     if unknown:
+        known = f"known fields: {', '.join(sorted(model.model_fields))}"
         return RequestError(
             f"unknown field {_short(where)}",
-            hint=f"known fields: {', '.join(sorted(model.model_fields))}"
-            if len(path) == 1
-            else "leave it out",
+            hint=known if len(path) == 1 else "leave it out",
             param=where,
         )
-    found = "" if fault["type"] == "missing" else f" (found {_short(fault['input'])})"
+    if fault["type"] == "missing":
+        return RequestError(f"{where} is missing", hint="it has no default", param=where)
+    # Several kinds of value may be allowed, each with a fault of its own: one that got past the
+    # kind says most; otherwise tell what is allowed.
+    same = [f for f in faults if _field_path(f["loc"])[: len(path)] == path]
+    closer = [f for f in same if not f["type"].endswith("_type")]
+    allowed = model.model_fields[path[0]].description if len(path) == 1 else None
+    if closer:
+        expected = closer[0]["msg"]
+    elif allowed is not None:
+        expected = f"Input should be {allowed}"
+    else:
+        expected = ", or: ".join(dict.fromkeys(f["msg"] for f in same))
     return RequestError(
-        f"{where}: {fault['msg']}{found}",
+        f"{where}: {expected} (found {_short(fault['input'])})",
         hint="docs/reference/http-api.md lists each field's values",
         param=where,
     )
+
+
+def _field_path(loc: Sequence[int | str]) -> list[str]:
+    """Return a fault's location without the names of a union's members ("list[str]", "int")."""
+    path = [str(part) for part in loc if isinstance(part, int) or part.isidentifier()]
+    return path[:1] + [p for p in path[1:] if p not in ("str", "int", "float", "bool")]
 
 
 def _short(value: Any) -> str:

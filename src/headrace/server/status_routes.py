@@ -84,6 +84,9 @@ def _health(services: Services) -> tuple[int, dict[str, Any]]:
         "family": info.family,
         "context": info.context,
         "kv_format": info.kv_format,
+        "threads": info.threads,
+        "memory_nbytes": {"weights": info.weights_nbytes, "kv": info.kv_nbytes},
+        "choices": [{"name": c.name, "value": c.value, "reason": c.reason} for c in info.choices],
         "running": snapshot.running,
         "waiting": snapshot.waiting,
         "kv_blocks": {
