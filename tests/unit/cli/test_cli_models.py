@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from headrace.cli import models
 from headrace.cli.main import main
 from headrace.cli.models import ModelRow, judge, table
-from headrace.machine.probe import MemoryInfo
+from headrace.core.errors import CheckpointError, DoesNotFitError, UnsupportedModelError
 
-GB = 10**9
 ROWS = [
     ModelRow("smollm2", "/m/s.gguf", "llama", "gguf", 98_400_000, True, "needs 0.3 GB of 8 GB"),
     ModelRow("broken", "/m/b.gguf", "?", "gguf", 5, None, "the header is cut"),
 ]
 
 
+def raising(error: Exception) -> Callable[[], str]:
+    def plan() -> str:
+        raise error
+
+    return plan
+
+
 @pytest.mark.parametrize(
-    ("memory", "fits", "says"),
+    ("plan", "verdict"),
     [
-        (MemoryInfo(32 * GB, 30 * GB), True, "needs 11.0 GB of 32.0 GB"),
-        (MemoryInfo(8 * GB, 8 * GB), False, "needs 11.0 GB of 8.0 GB"),
-        (MemoryInfo(32 * GB, 30 * GB, limit_nbytes=10 * GB), False, "of 10.0 GB"),
-        (MemoryInfo(32 * GB, 4 * GB), True, "only 4.0 GB are free now"),
+        (lambda: "weights 98 MB = 1,000 MB of 8,000 MB", True),
+        (raising(DoesNotFitError("40 GB of 8 GB", hint="buy more")), False),
+        (raising(UnsupportedModelError("architecture 'x'", hint="supported: y")), None),
+        (raising(CheckpointError("the header is cut")), None),
+        (raising(PermissionError(13, "Permission denied", "/m/s.gguf")), None),
     ],
 )
-def test_judge(memory: MemoryInfo, fits: bool, says: str) -> None:
-    found, why = judge(10 * GB, 1 * GB, memory)
-    assert found is fits
-    assert says in why
+def test_judge(plan: Callable[[], str], verdict: bool | None) -> None:
+    fits, why = judge(plan)
+    assert fits is verdict
+    assert why
+    assert "hint" not in why
 
 
 def test_table() -> None:
@@ -42,7 +51,7 @@ def test_table() -> None:
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(models, "find_models", lambda memory: ROWS)
+    monkeypatch.setattr(models, "find_models", lambda machine: ROWS)
     assert main(["models", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in found] == ["smollm2", "broken"]
@@ -52,7 +61,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def test_nothing_found_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models, "find_models", lambda memory: [])
+    monkeypatch.setattr(models, "find_models", lambda machine: [])
     assert main(["models"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
