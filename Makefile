@@ -1,4 +1,6 @@
 # The same commands serve people, pre-commit and CI. Each is safe to run twice.
+CODE = src tests scripts benchmarks training
+
 .PHONY: help setup setup-dev demo test test-fast test-gpu fmt lint types arch docs docs-check bench clean
 
 help:  ## what there is
@@ -23,10 +25,10 @@ test-gpu: setup-dev  ## tests that need a CUDA device
 	@PYTHONPATH=src "$$(bash scripts/find_python.sh)" -m pytest -m gpu
 
 fmt: setup-dev  ## format
-	@bin="$$(dirname "$$(bash scripts/find_python.sh)")"; "$$bin/ruff" format src tests scripts && "$$bin/ruff" check --fix src tests scripts
+	@bin="$$(dirname "$$(bash scripts/find_python.sh)")"; "$$bin/ruff" format $(CODE) && "$$bin/ruff" check --fix $(CODE)
 
 lint: setup-dev  ## ruff
-	@bin="$$(dirname "$$(bash scripts/find_python.sh)")"; "$$bin/ruff" check src tests scripts && "$$bin/ruff" format --check src tests scripts
+	@bin="$$(dirname "$$(bash scripts/find_python.sh)")"; "$$bin/ruff" check $(CODE) && "$$bin/ruff" format --check $(CODE)
 
 types: setup-dev  ## pyright, strict
 	@bash scripts/types.sh
@@ -40,11 +42,8 @@ docs: setup-dev  ## write the generated reference pages
 docs-check: setup-dev  ## fail when they are stale
 	@PYTHONPATH=src "$$(bash scripts/find_python.sh)" scripts/gen_docs.py --check
 
-bench: setup-dev  ## measure the bars beside llama.cpp, update the README's table
-	@PYTHONPATH=src "$$(bash scripts/find_python.sh)" -m benchmarks.foundation.startup --write
-	@PYTHONPATH=src "$$(bash scripts/find_python.sh)" -m benchmarks.foundation.speed --write
-	@PYTHONPATH=src "$$(bash scripts/find_python.sh)" -m benchmarks.foundation.fidelity --write
-	@PYTHONPATH=src "$$(bash scripts/find_python.sh)" scripts/readme_table.py
+bench:  ## measure the bars beside llama.cpp, renew the README's table
+	@bash scripts/bench.sh
 
 clean:  ## remove what was built here (not .venv)
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

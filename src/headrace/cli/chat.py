@@ -124,7 +124,7 @@ class Chat:
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/help":
-            note(HELP)
+            print(HELP, file=sys.stderr)
         elif name == "/exit":
             self.leaving = True
         elif name == "/reset":

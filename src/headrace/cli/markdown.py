@@ -71,6 +71,7 @@ class MarkdownPrinter:
 
         self._console = console
         self._text = ""
+        self._begun = False
         # "crop" shows the top of a block taller than the screen; it is printed whole at its end.
         self._live = Live(
             console=console,
@@ -102,6 +103,9 @@ class MarkdownPrinter:
         from rich.markdown import Markdown
 
         if text.strip():
+            if self._begun:
+                self._console.print()
+            self._begun = True
             self._console.print(Markdown(text))
 
 

