@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 
@@ -144,6 +146,22 @@ NB_MODULE(_native, m) {
   });
   m.def("kv_append", [](const Cache& cache, Address k, Address v, int64_t tokens, Address slots) {
     return kv_append(at<const float>(k), at<const float>(v), tokens, cache, at<const int64_t>(slots));
+  });
+  m.def("read", [](Address data, int64_t nbytes) {
+    constexpr int64_t kPiece = 64 * 1024;
+    std::atomic<float> most{0.0f};
+    Pool::instance().run((nbytes + kPiece - 1) / kPiece, true, [&](int64_t i, int) {
+      most.store(kernels().read(at<const uint8_t>(data) + i * kPiece, std::min(kPiece, nbytes - i * kPiece)));
+    });
+    return most.load();
+  });
+  m.def("multiply_adds", [](int64_t steps) {
+    Pool& pool = Pool::instance();
+    std::atomic<int64_t> done{0};
+    pool.run(pool.threads(), true, [&](int64_t, int worker) {
+      done += kernels().multiply_adds(steps, pool.scratch(worker, 16));
+    });
+    return done.load();
   });
   m.def("exponential", [](Address x, int64_t n, Address out) { kernels().exponential(at<const float>(x), n, at<float>(out)); });
   m.def("set_num_threads", [](int n) { Pool::instance().set_threads(n); });

@@ -79,6 +79,34 @@ static void activate(const float* gate, const float* up, int64_t n, Activation k
   });
 }
 
+static float read_bytes(const uint8_t* data, int64_t nbytes) {
+  V a = zero(), b = a, c = a, d = a;
+  int64_t i = 0;
+  for (; i + 256 <= nbytes; i += 256) {
+    const float* p = reinterpret_cast<const float*>(data + i);
+    a = vmax(a, load(p));
+    b = vmax(b, load(p + 16));
+    c = vmax(c, load(p + 32));
+    d = vmax(d, load(p + 48));
+    prefetch(data + i + 4096);
+    prefetch(data + i + 4160);
+    prefetch(data + i + 4224);
+    prefetch(data + i + 4288);
+  }
+  return hmax(vmax(vmax(a, b), vmax(c, d)));
+}
+
+static int64_t multiply_adds(int64_t steps, float* sink) {
+  constexpr int kChains = 10;  // latency 4 x 2 a cycle = 8 chains; more would spill where there are 16
+  H acc[kChains];
+  alignas(64) float start[16] = {1.0f};
+  const H x = hload(start), y = hload(start);
+  for (int i = 0; i < kChains; ++i) acc[i] = hzero();
+  for (int64_t s = 0; s < steps; ++s) for (int i = 0; i < kChains; ++i) acc[i] = hfma(x, y, acc[i]);
+  for (int i = 0; i < kChains; ++i) hstore(sink, acc[i]);
+  return steps * kChains * kWidth;
+}
+
 static void from_bf16_n(const uint16_t* x, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) store(out + i, from_bf16(reinterpret_cast<const uint8_t*>(x + i)));

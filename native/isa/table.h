@@ -12,5 +12,5 @@
 
 namespace headrace::HEADRACE_NS {
 static const Kernels kTable{HEADRACE_ISA_NAME, dot_rows, expand_rows, gemm, rmsnorm, activate,
-                            axpy, attend_tile, merge, exponential, from_bf16_n};
+                            axpy, attend_tile, merge, read_bytes, multiply_adds, exponential, from_bf16_n};
 }

@@ -65,6 +65,15 @@ def unavailable_reason(backend: str) -> str | None:
     return check() if check is not None else None
 
 
+def set_num_threads(count: int) -> None:
+    """Give every back-end with threads of its own ``count`` of them, the calling one included."""
+    for backend in BACKENDS:
+        if unavailable_reason(backend) is None:
+            module = importlib.import_module(f"headrace.ops.{backend}")
+            if hasattr(module, "set_num_threads"):
+                module.set_num_threads(count)
+
+
 def resolve(backends: Sequence[str]) -> OpSet:
     """Take each operation from the first of ``backends`` that is usable here and has it."""
     chosen: dict[str, Op] = {}

@@ -9,7 +9,7 @@ from headrace.core.errors import InternalError
 
 def rows_of(x: torch.Tensor, cols: int, name: str) -> torch.Tensor:
     """``x`` as contiguous float32 rows of ``cols``."""
-    if x.dtype is not torch.float32 or x.shape[-1] != cols or x.device.type != "cpu":
+    if x.dtype is not torch.float32 or x.shape[-1] != cols or not x.is_cpu:
         raise InternalError(
             f"{name}: found {x.dtype} {list(x.shape)} on {x.device}, "
             f"expected float32 [rows, {cols}] on the CPU"
@@ -19,7 +19,7 @@ def rows_of(x: torch.Tensor, cols: int, name: str) -> torch.Tensor:
 
 def checked(x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> torch.Tensor:
     """``x``, contiguous, once it has ``dtype`` and ``shape``."""
-    if x.dtype is not dtype or x.shape != shape or x.device.type != "cpu":
+    if x.dtype is not dtype or x.shape != shape or not x.is_cpu:
         raise InternalError(
             f"{name}: found {x.dtype} {list(x.shape)} on {x.device}, "
             f"expected {dtype} {list(shape)} on the CPU"

@@ -10,6 +10,7 @@ from headrace.ops.cpu.arguments import address, checked, in_range
 from headrace.ops.records import AttentionBatch, LayerKV
 
 _CACHE = "_cpu_cache"
+_BATCH = "_cpu_batch"
 # Rows times keys from which a call gives up the interpreter lock: about 100 us of work.
 _LONG_CALL = 16 * 1024
 
@@ -49,6 +50,25 @@ def _cache(cache: LayerKV) -> tuple[_native.Cache, int, int, int]:
     return found
 
 
+def _batch(batch: AttentionBatch) -> tuple[int, ...]:
+    """Addresses of starts, tables and positions, sequences, table width, rows; made once a step."""
+    found = batch.__dict__.get(_BATCH)
+    if found is None:
+        sequences, width = batch.block_tables.shape
+        rows = batch.positions.numel()
+        tables = checked(batch.block_tables, torch.int32, (sequences, width), "block_tables")
+        starts = checked(batch.query_start, torch.int32, (sequences + 1,), "query_start")
+        positions = checked(batch.positions, torch.int64, (rows,), "positions")
+        spans = starts.tolist()
+        if spans[0] != 0 or spans[-1] != rows or spans != sorted(spans):
+            raise InternalError(f"query_start: found {spans}, expected to rise from 0 to {rows}")
+        addresses = (starts.data_ptr(), tables.data_ptr(), positions.data_ptr())
+        # The tensors stay with their addresses, should one of them have been copied above.
+        found = (addresses, (sequences, width, rows), (starts, tables, positions))
+        batch.__dict__[_BATCH] = found
+    return (*found[0], *found[1])
+
+
 def kv_append(k: torch.Tensor, v: torch.Tensor, cache: LayerKV, slots: torch.Tensor) -> None:
     """Store keys and values, float32 [T, Hkv, head_dim], at int64 ``slots`` [T] of the cache."""
     native, limit, heads, head = _cache(cache)
@@ -79,11 +99,9 @@ def attention(
     q = checked(q, torch.float32, (tokens, heads, head), "q")
     if heads % kv_heads or (window is not None and window < 1):
         raise InternalError(f"attention: {heads} heads on {kv_heads} key heads, window {window}")
-    tables = batch.block_tables
-    sequences, width = tables.shape
-    tables = checked(tables, torch.int32, (sequences, width), "block_tables")
-    starts = checked(batch.query_start, torch.int32, (sequences + 1,), "query_start")
-    positions = checked(batch.positions, torch.int64, (tokens,), "positions")
+    starts, tables, positions, sequences, width, rows = _batch(batch)
+    if rows != tokens:
+        raise InternalError(f"attention: q has {tokens} rows, the batch {rows}")
     out = torch.empty_like(q)
     bad = _native.attention(
         native,
@@ -93,12 +111,14 @@ def attention(
         scale,
         window or 0,
         address(sinks, heads, "sinks"),
-        starts.data_ptr(),
-        tables.data_ptr(),
-        positions.data_ptr(),
+        starts,
+        tables,
+        positions,
         sequences,
         width,
         tokens * width * cache.block_tokens > _LONG_CALL,
     )
-    in_range(bad, positions, "a position whose blocks are in the table and the cache", "positions")
+    in_range(
+        bad, batch.positions, "a position whose blocks are in the table and the cache", "positions"
+    )
     return out

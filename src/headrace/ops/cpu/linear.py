@@ -59,7 +59,7 @@ def linear(
     rows = m.rows
     x = rows_of(x, m.cols, "x")
     tokens = x.shape[0]
-    out = torch.empty((tokens, rows), dtype=torch.float32)
+    out = x.new_empty(tokens, rows)
     if residual is not None:
         residual = rows_of(residual, rows, "residual")
     _native.linear(
@@ -88,7 +88,7 @@ def linear_group(
     for m, b in zip(matrices, biases, strict=True):
         if m.cols != cols:
             raise InternalError(f"linear_group: weights of {cols} and of {m.cols} columns")
-        outs.append(torch.empty((tokens, m.rows), dtype=torch.float32))
+        outs.append(x.new_empty(tokens, m.rows))
         where.append(address(b, m.rows, "bias"))
     _native.linear_group(matrices, x.data_ptr(), tokens, [o.data_ptr() for o in outs], where)
     return tuple(outs)
@@ -103,7 +103,7 @@ def gated_linear(
         raise InternalError(f"gated_linear: gate {list(gate.shape)}, up {list(up.shape)}")
     x = rows_of(x, g.cols, "x")
     tokens = x.shape[0]
-    out = torch.empty((tokens, g.rows), dtype=torch.float32)
+    out = x.new_empty(tokens, g.rows)
     _native.gated_linear(
         g, u, x.data_ptr(), tokens, activation_number(act), act.alpha, act.limit, out.data_ptr()
     )
@@ -163,7 +163,7 @@ def moe(
     k = ids.shape[1]
     ids = ids.contiguous()
     weights = rows_of(weights, k, "weights")
-    out = torch.empty((tokens, hidden), dtype=torch.float32)
+    out = x.new_empty(tokens, hidden)
     bad = _native.moe(
         native,
         x.data_ptr(),
