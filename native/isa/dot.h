@@ -68,7 +68,7 @@ static inline void dot_block(const Matrix& m, int64_t row0, const float* x, floa
       Expand<F>::prepare(rows[i], g, kChunk, scales[i]);
     }
     in_memory(scales);
-#pragma GCC unroll 8
+    HEADRACE_UNROLL_8
     for (int j = 0; j < kChunk; ++j) dot_group<F, R>(rows, g, j, scales, x, acc);
   }
   if (g < groups) {
@@ -116,7 +116,7 @@ static void expand_rows_of(const Matrix& m, int64_t row0, int64_t count, float* 
       prefetch_chunk<F>(r, g);
       Expand<F>::prepare(r, g, kChunk, scales);
       in_memory(&scales);
-#pragma GCC unroll 8
+      HEADRACE_UNROLL_8
       for (int j = 0; j < kChunk; ++j) expand_group<F>(r, g, j, scales, to);
     }
     if (g < groups) {

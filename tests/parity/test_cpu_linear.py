@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
+from headrace.core.errors import ConfigError, InternalError, UnsupportedModelError
+from headrace.formats.base import PackedTensor
+from headrace.ops.records import Activation, ExpertWeights
 from tests.fixtures.cpu_cases import isas, needs_native, random_f32
 from tests.fixtures.cpu_oracle import (
     ALL_FORMATS,
@@ -16,10 +20,6 @@ from tests.fixtures.cpu_oracle import (
     random_packed,
     values_of,
 )
-
-from headrace.core.errors import ConfigError, InternalError, UnsupportedModelError
-from headrace.formats.base import PackedTensor
-from headrace.ops.records import Activation, ExpertWeights
 
 pytestmark = needs_native
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.fixtures.cpu_cases import PagedCase, isas, needs_native, random_f32
-from tests.fixtures.cpu_oracle import attend, error
 
 from headrace.core.errors import InternalError
 from headrace.ops.records import LayerKV, RopeTable
+from tests.fixtures.cpu_cases import PagedCase, isas, needs_native, random_f32
+from tests.fixtures.cpu_oracle import attend, error
 
 pytestmark = needs_native
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fixtures.cpu_cases import PagedCase, isas, needs_native, random_f32
-from tests.fixtures.cpu_oracle import ALL_FORMATS, random_packed
 
 from headrace.core.numeric import FORMATS
 from headrace.ops.records import Activation, ExpertWeights
+from tests.fixtures.cpu_cases import PagedCase, isas, needs_native, random_f32
+from tests.fixtures.cpu_oracle import ALL_FORMATS, random_packed
 
 pytestmark = needs_native
 
