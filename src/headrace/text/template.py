@@ -23,7 +23,6 @@ from headrace.text.messages import (
 from headrace.text.tokenizer import Tokenizer
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,11 @@ class ChatTemplate:
         return normalise_messages(messages, has_developer_role=self.has_developer_role)
 
     def _render(self, conversation: list[Message], options: _Options) -> str:
-        for name in _OWN_VARIABLES:
-            if name in options.variables:
-                raise RequestError(
-                    f"{name} cannot be set through the template's variables",
-                    param="chat_template_kwargs",
-                )
+        if "messages" in options.variables:
+            raise RequestError(
+                "messages cannot be set through the template's variables",
+                param="chat_template_kwargs",
+            )
         if options.continue_final_message and options.add_generation_prompt:
             raise RequestError(
                 "a prompt either continues its final message or opens a new turn, not both",
