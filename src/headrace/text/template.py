@@ -10,7 +10,7 @@ from typing import Any, cast
 import jinja2
 
 from headrace.checkpoint.records import TextSource
-from headrace.core.errors import RequestError
+from headrace.core.errors import CheckpointError, RequestError
 from headrace.text.control_text import encode_marked, mark_control_tokens, unused_characters
 from headrace.text.jinja_env import chat_environment
 from headrace.text.messages import (
@@ -268,13 +268,24 @@ def _template_sources(source: TextSource) -> dict[str, str]:
     if isinstance(configured, str) and configured:
         return {"default": configured}
     if isinstance(configured, list):
-        named = cast(Sequence[Mapping[str, str]], configured)
-        return {entry["name"]: entry["template"] for entry in named}
+        return dict(_named_template(entry) for entry in cast(Sequence[object], configured))
     key = "tokenizer.chat_template"
     gguf = source.gguf or {}
     found = {"default": gguf[key]} if gguf.get(key) else {}
     named = {k[len(key) + 1 :]: v for k, v in gguf.items() if k.startswith(key + ".")}
     return {**named, **found}
+
+
+def _named_template(entry: object) -> tuple[str, str]:
+    if isinstance(entry, Mapping):
+        fields = cast(Mapping[str, object], entry)
+        name, template = fields.get("name"), fields.get("template")
+        if isinstance(name, str) and isinstance(template, str):
+            return name, template
+    raise CheckpointError(
+        f"tokenizer_config.json: chat_template holds {entry!r:.80}; objects with name and template "
+        "are expected"
+    )
 
 
 def _special_variables(source: TextSource) -> dict[str, str]:

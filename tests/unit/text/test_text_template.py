@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.checkpoint.records import TextSource
-from headrace.core.errors import RequestError
+from headrace.core.errors import CheckpointError, RequestError
 from headrace.text.template import ChatTemplate, encode_chat
 from tests.fixtures.chat_templates import (
     BARE_ARGUMENTS,
@@ -65,6 +65,8 @@ def test_named_templates() -> None:
     only = ChatTemplate(TextSource(tokenizer_config={"chat_template": named[1:]}))
     with pytest.raises(RequestError, match="none is named default"):
         only.render([USER])
+    with pytest.raises(CheckpointError, match="chat_template holds"):
+        ChatTemplate(TextSource(tokenizer_config={"chat_template": [{"name": "default"}]}))
     gguf = toy_gguf_metadata(chat_template="G")
     gguf["tokenizer.chat_template.tool_use"] = "GT"
     assert ChatTemplate(TextSource(gguf=gguf)).render([USER], tools=[{}]) == "GT"
