@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.text.control_text import encode_marked, mark_control_tokens, unused_characters
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stop import StopMatcher
 from tests.fixtures.toy_tokenizer import SPECIALS, VOCAB_SIZE, byte_id, toy_tokenizer
@@ -99,3 +100,13 @@ def test_b034_the_begin_token_stands_once(text: str) -> None:
         ids = BEGINNING.encode(whole)
         assert ids[0] == bos
         assert ids[1:2] != [bos] or whole.startswith("<|endoftext|><|endoftext|>")
+
+
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.one_of(st.sampled_from(["\n", " ", *SPECIALS]), utf8), max_size=6))
+def test_text_without_marks_is_encoded_as_ever(parts: list[str]) -> None:
+    text = "".join(parts)
+    marks = unused_characters([text], 2)
+    assert encode_marked(TOKENIZER, text, marks) == TOKENIZER.encode(text)
+    marked = mark_control_tokens(text, TOKENIZER.special_pattern, marks)
+    assert encode_marked(TOKENIZER, marked, marks) == TOKENIZER.encode(text, parse_special=False)

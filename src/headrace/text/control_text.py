@@ -66,7 +66,9 @@ def encode_marked(tokenizer: Tokenizer, text: str, marks: str) -> list[int]:
         piece = lone.sub("", text[start:end])
         piece = piece.lstrip() if swallow else piece
         piece = piece.rstrip() if cut_end else piece
-        if piece:
+        if piece and start:
+            ids.extend(tokenizer.encode_behind(piece))
+        elif piece:
             ids.extend(tokenizer.encode(piece, add_special=False, parse_special=False))
 
     for match in scanner.finditer(text):

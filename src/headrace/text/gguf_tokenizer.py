@@ -46,7 +46,11 @@ class GgufVocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        self.tokens = cast(list[str], self._array("tokens", str, required=True))
+        tokens = cast(list[str], self._array("tokens", str, required=True))
+        # Some converters write padding rows as empty strings; each needs a spelling of its own.
+        self.tokens = (
+            [t or f"[EMPTY_{i}]" for i, t in enumerate(tokens)] if "" in tokens else tokens
+        )
         self.size = len(self.tokens)
         self.types = cast("list[int] | None", self._array("token_type", int, length=self.size))
         if self.types is not None and (bad := set(self.types) - set(TOKEN_TYPES)):
@@ -118,6 +122,15 @@ class GgufVocabulary:
             )
         return value
 
+    def pieces(self) -> list[str | None]:
+        """Return each token's spelling, None for padding rows, which add nothing to a text."""
+        if self.types is None or UNUSED not in self.types:
+            return list(self.tokens)
+        return [
+            None if kind == UNUSED else token
+            for token, kind in zip(self.tokens, self.types, strict=True)
+        ]
+
     def added(self) -> dict[int, AddedPiece]:
         """Return the tokens that are matched as a whole: control, unknown and user-defined ones."""
         if self.types is None:
@@ -125,7 +138,7 @@ class GgufVocabulary:
         return {
             i: AddedPiece(self.tokens[i], special=kind != USER_DEFINED)
             for i, kind in enumerate(self.types)
-            if kind in (CONTROL, UNKNOWN, USER_DEFINED) and self.tokens[i]
+            if kind in (CONTROL, UNKNOWN, USER_DEFINED)
         }
 
     def eos_token_ids(self, added: Mapping[int, AddedPiece]) -> frozenset[int]:
@@ -257,7 +270,7 @@ def _finish(
     add_bos = vocabulary.flag("add_bos_token", adds_bos)
     add_eos = vocabulary.flag("add_eos_token", False)
     parts = TokenizerParts(
-        pieces=vocabulary.tokens,
+        pieces=vocabulary.pieces(),
         added=added,
         rule=rule,
         prefix_ids=_wanted("bos", bos) if add_bos else (),

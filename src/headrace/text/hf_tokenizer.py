@@ -154,7 +154,9 @@ def _eos_ids(generation: Mapping[str, Any], eos: int | None, vocab_size: int) ->
 
 def _piece_rule(engine: tokenizers.Tokenizer, path: str) -> PieceRule:
     """Find how this vocabulary spells bytes, from the decoder that tokenizer.json describes."""
-    description = json.loads(engine.to_str())["decoder"] if engine.decoder else None
+    decoder = engine.decoder
+    # A component's pickled state is its JSON; writing out the whole tokenizer takes a second.
+    description = None if decoder is None else json.loads(decoder.__getstate__())
     steps = list(_flatten(description))
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:

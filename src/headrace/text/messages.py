@@ -15,6 +15,9 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+# Names under which clients send an assistant's earlier reasoning, and templates look for it.
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
 # Between the text parts of one message, and between system texts that are folded into one message.
 PART_SEPARATOR = "\n"
 FOLD_SEPARATOR = "\n\n"
@@ -59,7 +62,24 @@ def _message(message: object, where: str, has_developer_role: bool) -> Message:
         result["tool_calls"] = _tool_calls(result["tool_calls"], where)
     else:
         result.pop("tool_calls", None)  # null: the same as absent
-    return result
+    return {**_reasoning(result, where), **result}
+
+
+def _reasoning(message: Message, where: str) -> Message:
+    """Return a message's reasoning under every name that is in use: templates know one of them."""
+    fields = [(name, message.pop(name, None)) for name in REASONING_FIELDS]
+    given = [(name, value) for name, value in fields if value is not None]
+    for name, value in given:
+        if not isinstance(value, str):
+            raise RequestError(
+                f"{where}.{name} is {type(value).__name__}; a string is expected", param="messages"
+            )
+    if len({value for _, value in given}) > 1:
+        names = " and ".join(name for name, _ in given)
+        raise RequestError(
+            f"{where} has {names}, which differ; they are names of one field", param="messages"
+        )
+    return dict.fromkeys(REASONING_FIELDS, given[0][1]) if given else {}
 
 
 def text_of_content(content: object, where: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import jinja2
 
 from headrace.checkpoint.records import TextSource
-from headrace.core.errors import RequestError
+from headrace.core.errors import CheckpointError, RequestError
 from headrace.text.control_text import encode_marked, mark_control_tokens, unused_characters
 from headrace.text.jinja_env import chat_environment
 from headrace.text.messages import (
@@ -23,7 +23,6 @@ from headrace.text.messages import (
 from headrace.text.tokenizer import Tokenizer
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,11 @@ class ChatTemplate:
         return normalise_messages(messages, has_developer_role=self.has_developer_role)
 
     def _render(self, conversation: list[Message], options: _Options) -> str:
-        for name in _OWN_VARIABLES:
-            if name in options.variables:
-                raise RequestError(
-                    f"{name} cannot be set through the template's variables",
-                    param="chat_template_kwargs",
-                )
+        if "messages" in options.variables:
+            raise RequestError(
+                "messages cannot be set through the template's variables",
+                param="chat_template_kwargs",
+            )
         if options.continue_final_message and options.add_generation_prompt:
             raise RequestError(
                 "a prompt either continues its final message or opens a new turn, not both",
@@ -270,13 +268,24 @@ def _template_sources(source: TextSource) -> dict[str, str]:
     if isinstance(configured, str) and configured:
         return {"default": configured}
     if isinstance(configured, list):
-        named = cast(Sequence[Mapping[str, str]], configured)
-        return {entry["name"]: entry["template"] for entry in named}
+        return dict(_named_template(entry) for entry in cast(Sequence[object], configured))
     key = "tokenizer.chat_template"
     gguf = source.gguf or {}
     found = {"default": gguf[key]} if gguf.get(key) else {}
     named = {k[len(key) + 1 :]: v for k, v in gguf.items() if k.startswith(key + ".")}
     return {**named, **found}
+
+
+def _named_template(entry: object) -> tuple[str, str]:
+    if isinstance(entry, Mapping):
+        fields = cast(Mapping[str, object], entry)
+        name, template = fields.get("name"), fields.get("template")
+        if isinstance(name, str) and isinstance(template, str):
+            return name, template
+    raise CheckpointError(
+        f"tokenizer_config.json: chat_template holds {entry!r:.80}; objects with name and template "
+        "are expected"
+    )
 
 
 def _special_variables(source: TextSource) -> dict[str, str]:

@@ -17,6 +17,8 @@ from headrace.checkpoint.records import TextSource
 from headrace.core.errors import CheckpointError, RequestError
 from headrace.text.pieces import BYTE_LEVEL, CHAR_OF_BYTE, PieceRule
 
+_JOINT = "\ufdd0\ufdd1"  # two of Unicode's noncharacters
+
 
 @dataclass(frozen=True)
 class AddedPiece:
@@ -114,6 +116,16 @@ class Tokenizer:
         ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         return self.with_special(ids) if add_special else ids
 
+    def encode_behind(self, text: str) -> list[int]:
+        """Return the ids of ``text`` as plain text that stands behind a control token.
+
+        Some vocabularies treat a text's first word differently from one behind a control token.
+        """
+        _check_text(text, self._covered_bytes)
+        if _JOINT in text:  # noncharacters: never in text that is meant to be read
+            return self._plain_engine.encode(text, add_special_tokens=False).ids
+        return self._plain_engine.encode(_JOINT + text, add_special_tokens=False).ids[1:]
+
     def with_special(self, ids: list[int]) -> list[int]:
         """Put BOS and EOS around ``ids`` as the tokenizer's settings say, never BOS twice."""
         return [*self.with_bos(ids), *self._parts.suffix_ids]
@@ -182,6 +194,7 @@ class Tokenizer:
 
         The switch is state of the engine, and ``encode`` runs outside the interpreter's lock, so
         one engine cannot be switched to and fro. The vocabulary itself is shared, not copied.
+        It has one token more, for ``encode_behind``.
         """
         engine = self._engine
         twin = tokenizers.Tokenizer(engine.model)
@@ -195,6 +208,8 @@ class Tokenizer:
         if twin.get_added_tokens_decoder().keys() != added.keys():  # ids with gaps between them
             twin = tokenizers.Tokenizer.from_str(engine.to_str())
         twin.encode_special_tokens = True
+        joint = [tokenizers.AddedToken(_JOINT, normalized=False)]
+        twin.add_tokens(joint)  # pyright: ignore[reportUnknownMemberType]
         return twin
 
 
@@ -236,5 +251,6 @@ def load_tokenizer(source: TextSource) -> Tokenizer:
         return load_gguf_tokenizer(source.gguf)
     raise CheckpointError(
         "the checkpoint has no tokenizer: neither tokenizer.json nor GGUF metadata was found",
-        hint="put the model's tokenizer.json beside its weights",
+        hint="put the model's tokenizer.json beside its weights; transformers' "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
     )

@@ -311,6 +311,15 @@ def test_sentencepiece_needs_an_unknown_token_or_all_bytes() -> None:
         load_tokenizer(TextSource(gguf=metadata))
 
 
+def test_padding_rows_of_gguf_files_add_nothing_to_a_text() -> None:
+    pieces = [*toy_gguf_metadata()["tokenizer.ggml.tokens"], "[PAD272]", "", ""]
+    types = [3, 3, 3, *[1] * (VOCAB_SIZE - 3), 5, 5, 5]
+    tokenizer = from_gguf(tokens=pieces, token_type=types)
+    assert tokenizer.vocab_size == VOCAB_SIZE + 3
+    assert [tokenizer.token_bytes(VOCAB_SIZE + i) for i in range(3)] == [b""] * 3
+    assert tokenizer.encode("hello") == [265]
+
+
 def test_damaged_and_missing_tokenizer_files(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text('{"version": "1.0"')
