@@ -105,7 +105,7 @@ def choose_files(reference: HubReference, files: Sequence[str]) -> list[str]:
         if reference.file is not None:
             chosen = [f for f in ggufs if _SPLIT_NUMBER.sub("", f) == models[0]]
         return chosen
-    what = reference.file or (f"a GGUF file {reference.quant}" if reference.quant else "weights")
+    what = reference.file or (f"GGUF file for {reference.quant}" if reference.quant else "weights")
     if not models:
         offered = ", ".join(ggufs) or "no .gguf files"
         raise ModelNotFoundError(
@@ -157,7 +157,8 @@ def _failure(reference: HubReference, error: Exception) -> ModelNotFoundError | 
         )
     if kinds & {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
         return ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private",
+            f"the hub has no model {repo!r}, or it is private; and no file or directory here has "
+            "that name",
             hint=f"check the spelling, log in with `hf auth login`, {local}",
         )
     if "OfflineModeIsEnabled" in causes:

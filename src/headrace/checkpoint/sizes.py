@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 from headrace.checkpoint.quantization import Quantization, read_quantization
 from headrace.core.errors import DoesNotFitError, UnsupportedModelError
 from headrace.core.model_spec import ModelSpec
 from headrace.core.numeric import FORMATS
-from headrace.core.weight_shapes import num_parameters
+from headrace.core.weight_shapes import attention_shapes, num_parameters
 
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -53,9 +54,14 @@ def sizes_of(spec: ModelSpec, quantization: Quantization, config: Mapping[str, A
     dense = plain if quantization.method == "mxfp4" else packed
     counts = num_parameters(spec)
     biases = _expert_biases(spec)
+    # Biases, sinks and query/key norms stay plain.
+    matrices = spec.num_layers * sum(
+        prod(shape) for shape in attention_shapes(spec).values() if len(shape) > 1
+    )
     return WeightSizes(
         experts=_nbytes(counts.experts - biases, packed) + _nbytes(biases, plain),
-        dense=_nbytes(counts.attention, attention)
+        dense=_nbytes(matrices, attention)
+        + _nbytes(counts.attention - matrices, plain)
         + _nbytes(counts.dense_ffn, dense)
         + _nbytes(counts.router + counts.norm, plain),
         embeddings=_nbytes(counts.embedding + counts.lm_head, plain),
