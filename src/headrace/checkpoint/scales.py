@@ -50,12 +50,12 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class ScaleRepair:
-    """Scales that were NaN and now stand for zeros; ``block`` is the first one's flat index."""
+    """Blocks whose scale was NaN and that stand for zeros now; ``block`` is the first of them."""
 
     tensor: str
     source: str
     block: int
-    num_scales: int
+    num_blocks: int
 
 
 class CheckedTensors(Mapping[str, RawTensor]):
@@ -117,7 +117,7 @@ class CheckedTensors(Mapping[str, RawTensor]):
         count = zero_nan_scales(raw)
         self._repairs.append(ScaleRepair(raw.name, raw.source, block, count))
         log.warning(
-            "%s: %d NaN scales set to zero, the first in block %d%s",
+            "%s: %d blocks with a NaN scale set to zero, the first is block %d%s",
             raw.source,
             count,
             block,
@@ -141,10 +141,13 @@ def find_nan_scale(raw: RawTensor) -> int | None:
 
     A NaN scale of a whole matrix damages its first block first. FP8 counts its scales as blocks.
     """
+    found: list[int] = []
     for first, damaged, _ in _damage(raw):
         if bool(damaged.any()):
-            return first + int(damaged.argmax())
-    return None
+            found.append(first + int(damaged.argmax()))
+            if raw.format != "nvfp4":  # whose global scales come before its block scales
+                break
+    return min(found, default=None)
 
 
 def zero_nan_scales(raw: RawTensor) -> int:
@@ -211,21 +214,10 @@ def _inline(raw: RawTensor) -> Iterator[tuple[int, Mask, Any]]:
             continue
         damaged = np.zeros(len(piece), np.bool_)
         fields = [piece[:, at : at + 2].view("<u2")[:, 0] for at in _HALVES[raw.format]]
-        masks = [(field & 0x7FFF) > 0x7C00 for field in fields]
-        for mask in masks:
-            damaged |= mask
-        yield first, damaged, _clear_halves(fields, masks)
-
-
-def _clear_halves(fields: list[npt.NDArray[np.uint16]], masks: list[Mask]) -> Any:
-    """Clear the damaged one of scale and minimum, not the other."""
-
-    def clear(where: npt.NDArray[np.intp]) -> None:
-        del where
-        for field, mask in zip(fields, masks, strict=True):
-            field[mask] = 0
-
-    return clear
+        for field in fields:
+            damaged |= (field & 0x7FFF) > 0x7C00
+        # Scale and minimum both: with one of them left the block would not stand for zeros.
+        yield first, damaged, _clear(*fields)
 
 
 def _is_e8m0_nan(scales: Bytes) -> Mask:

@@ -312,3 +312,21 @@ def test_text_files_of_a_directory(bf16: toy.Toy, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
         open_checkpoint(str(folder))
+
+
+def test_b003_a_stale_copy_in_another_shard_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = toy.write_qwen3_moe(tmp_path / "toy", "bf16", shards=2)
+    index = json.loads((made.path / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.norm.weight"
+    other = next(f for f in sorted(set(index.values())) if f != index[name])
+    held = {n: made.stored[n] for n, f in index.items() if f == other}
+    stale = Stored("BF16", made.stored[name].raw + np.uint16(7))
+    for tensors in ({name: stale, **held}, {**held, name: stale}):  # whichever is read first
+        (made.path / other).unlink()
+        toy.write_safetensors(made.path / other, tensors)
+        caplog.clear()
+        checkpoint = open_checkpoint(str(made.path))
+        check(checkpoint, made.weights)
+        assert f"1 tensors are not used: {other}: tensor '{name}'" in caplog.text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,10 +50,12 @@ class FakeHub(ModuleType):
         hub = self
 
         class Api:
-            def list_repo_files(self, repo: str) -> list[str]:
+            def model_info(self, repo: str, *, timeout: float) -> Any:
+                assert timeout > 0
                 if hub.listing_fails is not None:
                     raise hub.listing_fails
-                return list(hub.repos[repo])
+                files = [SimpleNamespace(rfilename=name) for name in hub.repos[repo]]
+                return SimpleNamespace(siblings=files)
 
         return Api()
 
@@ -229,6 +232,39 @@ def test_without_a_network_the_cache_answers(hub: FakeHub) -> None:
     assert resolve_ref("org/toy") == online
     assert resolve_ref("org/single/model.gguf") == single
     assert hub.downloaded == []
+
+
+def test_the_real_library_says_the_same_offline(tmp_path: Path) -> None:
+    gguf = tmp_path / "models--org--here" / "snapshots" / "c1" / "tiny.gguf"
+    gguf.parent.mkdir(parents=True)
+    gguf.write_bytes(tiny_llama().to_bytes())
+    code = """
+from headrace.checkpoint.open import resolve_ref
+from headrace.core.errors import HeadraceError
+print(resolve_ref("org/here"))
+try:
+    resolve_ref("org/missing")
+except HeadraceError as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={
+            "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
+            "HF_HUB_CACHE": str(tmp_path),
+            "HF_HUB_OFFLINE": "1",
+            "HOME": str(tmp_path),
+        },
+    )
+    found, refused = done.stdout.split("\n", 1)
+    assert found == str(gguf)
+    assert refused.startswith("MachineError org/missing is not in the cache")
+    assert "unset HF_HUB_OFFLINE" in refused
+    assert "Traceback" not in done.stderr
 
 
 def test_names_are_patterns_that_fit_only_themselves() -> None:

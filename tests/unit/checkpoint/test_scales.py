@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -9,12 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.checkpoint.open import open_checkpoint
 from headrace.checkpoint.records import RawTensor
 from headrace.checkpoint.scales import CheckedTensors, find_nan_scale, zero_nan_scales
 from headrace.core.errors import CheckpointError
 from headrace.core.numeric import FORMATS
+from headrace.formats import base as formats
+from headrace.formats.base import PackedTensor
+from headrace.machine.device import HostDevice
+from headrace.models.loader import load_model
+from headrace.ops import registry
 from tests.fixtures.gguf_bytes import tiny_llama
 
 HALF_NAN = np.array([math.nan], np.float16).view(np.uint8)
@@ -49,7 +56,8 @@ def test_b024_every_float16_field_of_every_block_type(name: str, at: int) -> Non
     assert find_nan_scale(raw) == 5
     assert zero_nan_scales(raw) == 2
     assert find_nan_scale(raw) is None
-    before[[5, 7], at : at + 2] = 0  # that field and nothing else
+    for field in HALVES[name]:  # scale and minimum, so that the block stands for zeros
+        before[[5, 7], field : field + 2] = 0
     np.testing.assert_array_equal(view, before)
 
 
@@ -158,8 +166,8 @@ def test_b024_repair_is_opt_in_reported_and_leaves_the_file(
         block = tensors["layers.0.down"].parts["blocks"].reshape(-1, 34)[11]
     assert not block.any()
     (repair,) = tensors.repairs
-    assert (repair.tensor, repair.block, repair.num_scales) == ("layers.0.down", 11, 1)
-    assert "1 NaN scales set to zero, the first in block 11" in caplog.text
+    assert (repair.tensor, repair.block, repair.num_blocks) == ("layers.0.down", 11, 1)
+    assert "1 blocks with a NaN scale set to zero, the first is block 11" in caplog.text
     assert path.read_bytes() == before
     tensors["layers.0.down"]
     assert len(tensors.repairs) == 1  # scanned once
@@ -173,3 +181,52 @@ def test_looking_at_names_and_sizes_scans_nothing(tmp_path: Path) -> None:
     assert tensors.get("layers.0.q_bias") is None
     assert len(list(tensors)) == len(tensors) == 11
     assert sum(t.nbytes for t in tensors.unchecked.values()) > 0
+
+
+def packed(raw: RawTensor) -> PackedTensor:
+    parts = {key: torch.from_numpy(part) for key, part in raw.parts.items()}
+    return PackedTensor(raw.format, raw.shape, parts)
+
+
+def nvfp4_of(rng: np.random.Generator) -> RawTensor:
+    parts: dict[str, Any] = {
+        "codes": rng.integers(0, 256, (4, 8, 16), dtype=np.uint8),
+        "scales": rng.integers(0, 0x7F, (4, 8, 2), dtype=np.uint8),
+        "global_scale": np.ones(4, np.float32),
+    }
+    parts["scales"].reshape(-1)[rng.integers(0, 64, 2)] = 0x7F
+    parts["global_scale"][rng.integers(0, 4)] = math.nan
+    return RawTensor("x", "nvfp4", (4, 8, 32), parts, "file: x")
+
+
+def inline_of(name: str, rng: np.random.Generator) -> RawTensor:
+    raw = blocks_of(name)
+    view = raw.parts["blocks"].reshape(12, -1)
+    for block in rng.integers(0, 12, 3):
+        at = rng.choice(HALVES.get(name, (0,)))
+        view[block, at : at + 2] = 0xFF
+    return raw
+
+
+@pytest.mark.parametrize("name", [*HALVES, "mxfp4_gguf", "nvfp4"])
+def test_b024_agrees_with_the_formats_own_scan(name: str) -> None:
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        raw = nvfp4_of(rng) if name == "nvfp4" else inline_of(name, rng)
+        assert find_nan_scale(raw) == formats.find_nan(packed(raw))
+        twin = copy.deepcopy(raw)
+        zero_nan_scales(raw)
+        formats.zero_nan(packed(twin))
+        for key, part in raw.parts.items():
+            np.testing.assert_array_equal(part, twin.parts[key])
+
+
+def test_b024_loading_a_model_meets_the_check(tmp_path: Path) -> None:
+    path = str(damaged_file(tmp_path / "x.gguf"))
+    ops = registry.resolve(("reference",))
+    with pytest.raises(CheckpointError, match=r"ffn_down\.weight: the scale of block 11"):
+        load_model(open_checkpoint(path), ops, HostDevice())
+    checkpoint = open_checkpoint(path, repair_nan_scales=True)
+    load_model(checkpoint, ops, HostDevice())
+    assert isinstance(checkpoint.tensors, CheckedTensors)
+    assert len(checkpoint.tensors.repairs) == 1
