@@ -30,6 +30,8 @@ _DIRECTORY_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# As long as the library waits for a file's properties by default.
+_TIMEOUT_S = 10
 _SPLIT_NUMBER = re.compile(r"-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf$")
 
 
@@ -62,7 +64,9 @@ def fetch(reference: HubReference, progress: Progress | None = None) -> Path:
     hub: Any = importlib.import_module("huggingface_hub")
     offline_files = _cached_files(reference.repo)
     try:
-        files = list(hub.HfApi().list_repo_files(reference.repo))
+        # list_repo_files would retry for 23 s where there is no network; this fails at once.
+        info = hub.HfApi().model_info(reference.repo, timeout=_TIMEOUT_S)
+        files = [str(s.rfilename) for s in info.siblings or ()]
         online = True
     except Exception as error:  # the library raises its own, its HTTP library's, and OSError
         if offline_files is None:
@@ -105,7 +109,7 @@ def choose_files(reference: HubReference, files: Sequence[str]) -> list[str]:
         if reference.file is not None:
             chosen = [f for f in ggufs if _SPLIT_NUMBER.sub("", f) == models[0]]
         return chosen
-    what = reference.file or (f"a GGUF file {reference.quant}" if reference.quant else "weights")
+    what = reference.file or (f"GGUF file for {reference.quant}" if reference.quant else "weights")
     if not models:
         offered = ", ".join(ggufs) or "no .gguf files"
         raise ModelNotFoundError(
@@ -157,7 +161,8 @@ def _failure(reference: HubReference, error: Exception) -> ModelNotFoundError | 
         )
     if kinds & {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
         return ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private",
+            f"the hub has no model {repo!r}, or it is private; and no file or directory here has "
+            "that name",
             hint=f"check the spelling, log in with `hf auth login`, {local}",
         )
     if "OfflineModeIsEnabled" in causes:

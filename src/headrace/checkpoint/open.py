@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +19,14 @@ from headrace.checkpoint.quantization import read_quantization
 from headrace.checkpoint.records import Checkpoint, RawTensor, TextSource
 from headrace.checkpoint.requirements import check_tensors
 from headrace.checkpoint.resolve import resolve_ref
-from headrace.checkpoint.safetensors import StoredTensor, read_directory
+from headrace.checkpoint.safetensors import INDEX_SUFFIX, StoredTensor, read_directory
 from headrace.checkpoint.scales import CheckedTensors
 from headrace.checkpoint.strict_json import read_object
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.families import family_of, family_of_gguf
 from headrace.core.model_spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 __all__ = ["LocalModel", "list_local", "open_checkpoint", "resolve_ref"]
 
@@ -53,9 +56,19 @@ def open_checkpoint(
         checkpoint = _open_directory(ref, path, repair_nan_scales)
     else:
         checkpoint = _open_gguf(ref, path, repair_nan_scales)
+    _report(checkpoint)
     if progress is not None:
         progress("open", 1.0)
     return checkpoint
+
+
+def _report(checkpoint: Checkpoint) -> None:
+    """Say what the files hold and nobody uses; ``Checkpoint.notes`` has all of it."""
+    for note in checkpoint.notes:
+        log.info("%s", note)
+    surplus = [n for n in checkpoint.notes if INDEX_SUFFIX in n]
+    if surplus:
+        log.warning("%s: %d tensors are not used: %s", checkpoint.path, len(surplus), surplus[0])
 
 
 def _open_directory(ref: str, path: Path, repair: bool) -> Checkpoint:

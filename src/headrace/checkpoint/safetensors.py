@@ -53,6 +53,8 @@ DTYPES: Mapping[str, type[np.generic]] = {
     "F64": np.float64,
 }
 
+INDEX_SUFFIX = ".safetensors.index.json"
+
 _AGAIN = "the file is damaged or incomplete: download it again"
 
 
@@ -241,10 +243,10 @@ def read_directory(directory: Path) -> StoredFiles:
 
 
 def _find_index(directory: Path) -> Path | None:
-    preferred = directory / "model.safetensors.index.json"
+    preferred = directory / f"model{INDEX_SUFFIX}"
     if preferred.is_file():
         return preferred
-    found = sorted(directory.glob("*.safetensors.index.json"))
+    found = sorted(directory.glob("*" + INDEX_SUFFIX))
     if len(found) > 1:
         raise CheckpointError(
             f"{directory} holds {len(found)} indexes: {', '.join(p.name for p in found)}",
