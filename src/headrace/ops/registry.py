@@ -65,6 +65,13 @@ def unavailable_reason(backend: str) -> str | None:
     return check() if check is not None else None
 
 
+def set_num_threads(backend: str, count: int) -> None:
+    """Let ``backend`` compute with ``count`` threads, where it has threads of its own."""
+    setter = getattr(importlib.import_module(f"headrace.ops.{backend}"), "set_num_threads", None)
+    if setter is not None:
+        setter(count)
+
+
 def resolve(backends: Sequence[str]) -> OpSet:
     """Take each operation from the first of ``backends`` that is usable here and has it."""
     chosen: dict[str, Op] = {}
