@@ -26,6 +26,13 @@ inline void relax() {
 #endif
 }
 
+// One turn of a spin: a few pauses for what is about to happen, then offers of the core to whoever
+// needs it. On a free core an offer returns at once; on a shared one it may be the awaited thread.
+inline void pause_politely(int turn) {
+  if (turn < 128) relax();
+  else std::this_thread::yield();
+}
+
 int allowed_cpus() {
 #if defined(__linux__)
   cpu_set_t set;
@@ -112,16 +119,16 @@ void Pool::drain(int worker) {
 
 void Pool::work(int worker, uint32_t seen, const std::atomic<bool>* stopping) {
   for (;;) {
-    const auto start = std::chrono::steady_clock::now();
+    auto start = std::chrono::steady_clock::now();
     uint32_t now;
     for (int i = 0; (now = epoch_.load(std::memory_order_acquire)) == seen || (now & 1) == 0; ++i) {
       if (stopping->load(std::memory_order_relaxed)) return;
-      relax();
-      if (i % 32 == 31 && std::chrono::steady_clock::now() - start > kSpin) {
-        if ((now & 1) == 0) {
-          seen = now;
-          epoch_.wait(now);
-        }
+      pause_politely(i);
+      if (i % 32 == 31 && (now & 1) == 0 && std::chrono::steady_clock::now() - start > kSpin) {
+        epoch_.wait(now);
+        // Awake, perhaps too late for that job: the next one is near, so spin again.
+        start = std::chrono::steady_clock::now();
+        i = 0;
       }
     }
     if (stopping->load()) return;
@@ -147,10 +154,7 @@ void Pool::run_erased(int64_t items, bool parallel, Body body, const void* conte
   epoch_.notify_all();
   drain(0);
   epoch_.fetch_add(1);
-  for (int i = 0; active_.load() != 0; ++i) {
-    relax();
-    if (i > 4096) std::this_thread::yield();  // the worker was descheduled: let it run
-  }
+  for (int i = 0; active_.load() != 0; ++i) pause_politely(i);
 }
 
 }  // namespace headrace

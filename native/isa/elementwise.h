@@ -99,10 +99,15 @@ static float read_bytes(const uint8_t* data, int64_t nbytes) {
 static int64_t multiply_adds(int64_t steps, float* sink) {
   constexpr int kChains = 10;  // latency 4 x 2 a cycle = 8 chains; more would spill where there are 16
   H acc[kChains];
-  alignas(64) float start[16] = {1.0f};
-  const H x = hload(start), y = hload(start);
-  for (int i = 0; i < kChains; ++i) acc[i] = hzero();
-  for (int64_t s = 0; s < steps; ++s) for (int i = 0; i < kChains; ++i) acc[i] = hfma(x, y, acc[i]);
+  alignas(64) float start[16];
+  // Different starts: chains that were equal would be computed once.
+  for (int i = 0; i < kChains; ++i) {
+    for (float& f : start) f = static_cast<float>(i);
+    acc[i] = hload(start);
+  }
+  for (float& f : start) f = 0.5f;
+  const H x = hload(start);
+  for (int64_t s = 0; s < steps; ++s) for (int i = 0; i < kChains; ++i) acc[i] = hfma(acc[i], x, x);
   for (int i = 0; i < kChains; ++i) hstore(sink, acc[i]);
   return steps * kChains * kWidth;
 }
