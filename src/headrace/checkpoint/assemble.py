@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ def _nvfp4(
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     _expect(scales, "F8_E4M3", (*shape[:-1], shape[-1] // 16))
     multiplier = _float32(outer_scale)
-    if multiplier.size != int(np.prod(shape[:-2], dtype=np.int64)):
+    if multiplier.size != prod(shape[:-2]):
         raise CheckpointError(
             f"{outer_scale.source}: shape {list(outer_scale.shape)}, expected one number"
             + (" per expert" if len(shape) > 2 else ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class MappedFile:
         whose header was not padded): kernels may not read those, so they are copied.
         """
         kind = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        nbytes = prod(shape) * kind.itemsize
         flat = self.bytes[offset : offset + nbytes]
         if nbytes == 0:
             return np.empty(shape, kind)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -138,9 +139,15 @@ def _read_header(file: MappedFile) -> tuple[dict[str, Any], int]:
 
 def _are_counts(value: Any) -> bool:
     """Whether ``value`` is a list of whole numbers of at least zero that fit in 64 bits."""
-    return isinstance(value, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= _INT64_MAX
-        for v in cast("list[Any]", value)
+    if not isinstance(value, list):
+        return False
+    # JSON's numbers are exactly int or float, and its booleans exactly bool.
+    return all(type(v) is int and 0 <= v <= _INT64_MAX for v in cast("list[Any]", value))
+
+
+def _wrong_entry(path: Path, name: str, what: str, found: Any, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: tensor {name!r}: {what} is {str(found)[:80]}, expected {expected}", hint=_AGAIN
     )
 
 
@@ -157,12 +164,7 @@ class _Entry:
 def _check_entry(path: Path, name: str, entry: Any) -> _Entry:
     """Return an entry that makes sense in itself."""
 
-    def wrong(what: str, found: Any, expected: str) -> CheckpointError:
-        return CheckpointError(
-            f"{path}: tensor {name!r}: {what} is {str(found)[:80]}, expected {expected}",
-            hint=_AGAIN,
-        )
-
+    wrong = partial(_wrong_entry, path, name)
     if not isinstance(entry, dict):
         raise wrong("its entry", entry, "an object")
     fields = cast("dict[str, Any]", entry)
