@@ -219,8 +219,9 @@ class ProcessClient:
         """Take in that the engine is gone; the first reason is the one that stays."""
         if self.state.phase is Phase.DEAD:
             return
+        was_ready = self.state.phase is Phase.READY
         self.state = EngineState(Phase.DEAD, self.state.stage, self.state.fraction, error)
-        if not self._closing:
+        if was_ready and not self._closing:  # a failure to load is told by whoever started it
             log.error("the engine is gone: %s", error)
         self._fail_all(EngineDeadError(f"the engine has ended: {error.message}", hint=error.hint))
         self.settled.set()
