@@ -114,6 +114,11 @@ class ProcessClient:
         """The child's process id; None before ``start``."""
         return None if self._process is None else self._process.pid
 
+    def progress(self, stage: str, fraction: float) -> None:
+        """Take in how far loading is; also for what happens before the child is started."""
+        if self.state.phase is Phase.LOADING:
+            self.state = EngineState(Phase.LOADING, stage, fraction)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``EngineClient.generate``."""
         require_ready(self)
@@ -193,8 +198,7 @@ class ProcessClient:
             case Snapshot(snapshot):
                 self.snapshot = snapshot
             case Progress(stage, fraction):
-                if self.state.phase is Phase.LOADING:
-                    self.state = EngineState(Phase.LOADING, stage, fraction)
+                self.progress(stage, fraction)
             case Ready(info):
                 self.info = info
                 self.state = EngineState(Phase.READY)
