@@ -38,7 +38,8 @@ CONTEXT = 256
 class Live:
     """A running ``headrace serve`` and two clients of it."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
+    log: Path
     base: str
     http: httpx.Client
     openai: openai.OpenAI
@@ -68,7 +69,9 @@ def serving_toy(folder: Path) -> Iterator[Live]:
     command = [sys.executable, "-m", "headrace.cli", "serve", str(folder / "toy-moe")]
     command += ["--port", str(port), "--context", str(CONTEXT), "--threads", "1"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    log = folder / "log.txt"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env=env)
     base = f"http://127.0.0.1:{port}"
     try:
         with (
@@ -77,18 +80,17 @@ def serving_toy(folder: Path) -> Iterator[Live]:
         ):
 
             def healthy() -> bool:
-                if process.poll() is not None:
-                    raise AssertionError(process.communicate()[1])
+                assert process.poll() is None, log.read_text()
                 try:
                     return http.get("/health").status_code == 200
                 except httpx.TransportError:
                     return False
 
             wait_until(healthy, 60)
-            yield Live(process, base, http, client)
+            yield Live(process, log, base, http, client)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +98,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with serving_toy(tmp_path_factory.mktemp("served")) as running:
         yield running
         running.process.send_signal(signal.SIGTERM)
-        _, log = running.process.communicate(timeout=30)
-        assert running.process.returncode == 0, log
-        assert "Traceback" not in log
+        assert running.process.wait(timeout=30) == 0, running.log.read_text()
+        assert "Traceback" not in running.log.read_text()
 
 
 def test_streamed_and_plain_replies_are_the_same(live: Live):

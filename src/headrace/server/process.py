@@ -114,6 +114,11 @@ class ProcessClient:
         """The child's process id; None before ``start``."""
         return None if self._process is None else self._process.pid
 
+    def progress(self, stage: str, fraction: float) -> None:
+        """Take in how far loading is; also for what happens before the child is started."""
+        if self.state.phase is Phase.LOADING:
+            self.state = EngineState(Phase.LOADING, stage, fraction)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """See ``EngineClient.generate``."""
         require_ready(self)
@@ -193,8 +198,7 @@ class ProcessClient:
             case Snapshot(snapshot):
                 self.snapshot = snapshot
             case Progress(stage, fraction):
-                if self.state.phase is Phase.LOADING:
-                    self.state = EngineState(Phase.LOADING, stage, fraction)
+                self.progress(stage, fraction)
             case Ready(info):
                 self.info = info
                 self.state = EngineState(Phase.READY)
@@ -219,8 +223,9 @@ class ProcessClient:
         """Take in that the engine is gone; the first reason is the one that stays."""
         if self.state.phase is Phase.DEAD:
             return
+        was_ready = self.state.phase is Phase.READY
         self.state = EngineState(Phase.DEAD, self.state.stage, self.state.fraction, error)
-        if not self._closing:
+        if was_ready and not self._closing:  # a failure to load is told by whoever started it
             log.error("the engine is gone: %s", error)
         self._fail_all(EngineDeadError(f"the engine has ended: {error.message}", hint=error.hint))
         self.settled.set()

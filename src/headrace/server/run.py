@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import uvicorn
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+Progress = Callable[[str, float], None]  # (stage, fraction of it from 0 to 1)
+
 # Cancelled streams end within a few messages; what is still open after this is a stuck socket.
 _GRACE_S = 3
 # Clients keep idle connections for 4 s (Node) to 90 s (Go) and are surprised when the server is the
@@ -40,11 +42,11 @@ _IDLE_CONNECTION_S = 120
 _STAGE_POLL_S = 0.1
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, progress: Progress) -> Path:
     """Return where the model's files are, after downloading them if they are not here."""
     from headrace.checkpoint.open import resolve_ref
 
-    return resolve_ref(model)
+    return resolve_ref(model, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Parts:
     """What ``serve`` puts together; tests put in others."""
 
     worker: WorkerMain = worker_main
-    resolve: Callable[[str], Path] = resolve
+    resolve: Callable[[str, Progress], Path] = resolve
     frontend: Callable[[str], TextFrontend] = CheckpointFrontend.load
 
 
@@ -205,23 +207,32 @@ class _Run:
         Raises:
             HeadraceError: the model cannot be loaded.
         """
-        # One download for both processes, so that they do not fetch the same files side by side.
-        path = str(await _in_daemon_thread(self.parts.resolve, self.config.model))
-        self.client.start(replace(self.config, model=path))
-        frontend = asyncio.create_task(_in_daemon_thread(self.parts.frontend, path))
-        told = ""
-        while not self.client.settled.is_set():
-            if self.client.state.stage != told:
-                told = self.client.state.stage
-                self._say(f"loading {self.settings.model_ids[0]}: {told}")
-            if frontend.done():
-                self.services.frontend = frontend.result()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.client.settled.wait(), _STAGE_POLL_S)
+        loop = asyncio.get_running_loop()
+
+        def progress(stage: str, fraction: float) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self.client.progress, stage, fraction)
+
+        teller = asyncio.create_task(self._tell_stages())
+        try:
+            # One download for both processes: not the same files twice, side by side.
+            path = str(await _in_daemon_thread(self.parts.resolve, self.config.model, progress))
+            self.client.start(replace(self.config, model=path))
+            self.services.frontend = await _in_daemon_thread(self.parts.frontend, path)
+            await self.client.settled.wait()
+        finally:
+            teller.cancel()
         if self.client.state.phase is Phase.DEAD:
-            frontend.cancel()
             raise _reason(self.client.state)
-        self.services.frontend = await frontend
+
+    async def _tell_stages(self) -> None:
+        told = ""
+        while True:
+            stage = self.client.state.stage
+            if stage != told:
+                told = stage
+                self._say(f"loading {self.settings.model_ids[0]}: {stage}")
+            await asyncio.sleep(_STAGE_POLL_S)
 
     def _exit_code(self) -> int:
         error = self.client.state.error
@@ -249,8 +260,8 @@ def _on_signal(signum: signal.Signals, stop: asyncio.Event) -> None:
         signal.signal(signum, handler)
 
 
-async def _in_daemon_thread(call: Callable[[str], R], argument: str) -> R:
-    """Return ``call(argument)``; a wait given up leaves the thread, which dies with the process.
+async def _in_daemon_thread(call: Callable[..., R], *args: Any) -> R:
+    """Return ``call(*args)``; a wait given up leaves the thread, which dies with the process.
 
     The loop's own thread pool would be waited for at exit: minutes, in the middle of a download.
     """
@@ -268,7 +279,7 @@ async def _in_daemon_thread(call: Callable[[str], R], argument: str) -> R:
     def work() -> None:
         result, error = None, None
         try:
-            result = call(argument)
+            result = call(*args)
         except BaseException as caught:
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop has been closed
