@@ -20,6 +20,16 @@ one line that begins with `headrace: error:`, and a second with `hint:` where th
 
 `run` is greedy unless a sampling flag says otherwise, so that the same command prints the same
 answer; `chat` takes the sampling of the model's generation_config where it has one.
+
+Environment variables:
+
+| variable | meaning |
+| --- | --- |
+| `HEADRACE_MODELS` | a folder of models: their names can be given as MODEL, and `models` lists them |
+| `HEADRACE_API_KEY` | the key that `serve` asks for, out of sight of other users of the machine |
+| `HEADRACE_ISA` | the instruction set of the CPU kernels: `scalar`, `avx2` or `avx512` |
+| `HEADRACE_TRACEBACK` | `1` prints the traceback of an error |
+| `HF_HUB_OFFLINE` | `1` keeps Hugging Face's client from the network; cached models still load |
 """
 
 

@@ -51,11 +51,6 @@ def test_source_files_stay_readable() -> None:
     assert long == {}
 
 
-def test_test_files_have_unique_names() -> None:
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
 def test_no_registry_is_named() -> None:
     """Mirrors differ from place to place: a client's own settings say which one is used."""
     # In parts, so that this file does not name them.

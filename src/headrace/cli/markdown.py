@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, Self
 
 # Redraws a second: rich's own default is 4, which looks like stuttering at 70 tokens a second.
@@ -63,6 +63,25 @@ class PlainPrinter:
         sys.stdout.flush()
 
 
+class GrowingBlock:
+    """Markdown that is still being written: its last lines, as many as the screen has.
+
+    A block taller than the screen is printed whole once it has ended.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.markdown import Markdown
+        from rich.segment import Segment
+
+        lines = console.render_lines(Markdown(self.text), options.update(height=None), pad=False)
+        for line in lines[-max(1, console.height - 2) :]:  # two lines of air for the cursor
+            yield from line
+            yield Segment.line()
+
+
 class MarkdownPrinter:
     """Draws Markdown: finished blocks stay, the growing one is redrawn."""
 
@@ -72,12 +91,10 @@ class MarkdownPrinter:
         self._console = console
         self._text = ""
         self._begun = False
-        # "crop" shows the top of a block taller than the screen; it is printed whole at its end.
         self._live = Live(
             console=console,
             refresh_per_second=REDRAWS_PER_S,
             transient=True,
-            vertical_overflow="crop",
         )
 
     def __enter__(self) -> Self:
@@ -90,14 +107,12 @@ class MarkdownPrinter:
         self._text = ""
 
     def add(self, text: str) -> None:
-        from rich.markdown import Markdown
-
         self._text += text
         finished, rest = split_finished(self._text)
         if finished:
             self._print(finished)
             self._text = rest
-        self._live.update(Markdown(rest))
+        self._live.update(GrowingBlock(self._text))
 
     def _print(self, text: str) -> None:
         from rich.markdown import Markdown

@@ -36,6 +36,7 @@ def configure_logging(verbose: bool) -> None:
     )
     for name in ("httpx", "urllib3", "filelock"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints by a handler of its own
 
 
 def as_headrace_error(error: BaseException) -> HeadraceError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,12 +133,10 @@ def open_session(config: EngineConfig, progress: ProgressCallback | None) -> Ses
     Raises:
         HeadraceError: there is no such model, it is damaged or unsupported, or it does not fit.
     """
-    import time
-
+    start = time.perf_counter()  # importing torch is part of what the user waits for
     from headrace.cli.text import load_text
     from headrace.engine.engine import Engine
 
-    start = time.perf_counter()
     text = load_text(config.model, progress)
     engine = Engine.load(config, progress)
     return Session(engine, text, load_s=time.perf_counter() - start)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.chat import Chat, Conversation, model_sampling
-from headrace.cli.markdown import MarkdownPrinter, PlainPrinter, split_finished
+from headrace.cli.markdown import GrowingBlock, MarkdownPrinter, PlainPrinter, split_finished
 from headrace.core.request import FinishReason, SamplingParams
 from tests.fixtures.fake_engine import FakeEngine, FakeText, fake_session
 
@@ -175,3 +175,15 @@ def test_markdown_is_drawn_whole_whatever_the_chunks() -> None:
     for shown in drawn:
         for part in ("Title", "Some bold text.", "one", "two", "x = 1", "y = 2"):
             assert shown.count(part) == 1
+
+
+def test_a_block_taller_than_the_screen_shows_its_end_while_it_grows() -> None:
+    from rich.console import Console
+
+    output = io.StringIO()
+    console = Console(file=output, width=40, height=10)
+    console.print(GrowingBlock("\n".join(f"- item {i}" for i in range(30))))
+    shown = output.getvalue()
+    assert "item 29" in shown
+    assert "item 0" not in shown
+    assert len(shown.splitlines()) <= 10
