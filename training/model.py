@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FLOOR = 0.4  # part of the even share below which an expert counts as starving
+NUDGE = 0.02  # a step's lift of the router's logit of an expert without any load
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's clamped SwiGLU
 
 
@@ -41,19 +43,6 @@ SHAPES = {
     "tiny": Shape(8, 256, 8, 2, 32, 32, 4, 64),
     "small": Shape(10, 384, 8, 2, 64, 64, 4, 128),
 }
-
-
-FLOOR = 0.25  # experts below this part of the even share are pulled up
-
-
-def starvation(share: Tensor, mean_probability: Tensor) -> Tensor:
-    """A loss that only experts below ``FLOOR / experts`` of the load feel: 0 when all are above.
-
-    It lifts the logarithm of their mean probability, whose gradient does not fade with the
-    probability itself, so an expert that is never chosen comes back; favourites keep theirs.
-    """
-    deficit = (1 - share.detach() * (share.shape[-1] / FLOOR)).clamp_min(0)
-    return -(deficit * mean_probability.clamp_min(1e-9).log()).mean()
 
 
 def fake_mxfp4(weight: Tensor, on: Tensor | float = 1.0) -> Tensor:
@@ -161,8 +150,7 @@ class Mixture(nn.Module):
         chosen = torch.zeros_like(logits).scatter(-1, ids, best.softmax(-1))
         share = torch.zeros_like(logits).scatter(-1, ids, 1.0).mean(0) / s.chosen
         # Switch Transformer's loss (Fedus et al. 2021): 1 when all experts are used alike
-        mean = logits.softmax(-1).mean(0)
-        balance = s.experts * (share.detach() * mean).sum() + starvation(share, mean)
+        balance = s.experts * (share.detach() * logits.softmax(-1).mean(0)).sum()
         gate, up, down = (fake_mxfp4(w, self.quantise) for w in (self.gate, self.up, self.down))
         g = F.linear(x, gate.flatten(0, 1), self.gate_bias.flatten()).clamp(max=LIMIT)
         u = F.linear(x, up.flatten(0, 1), self.up_bias.flatten()).clamp(-LIMIT, LIMIT)
@@ -208,6 +196,18 @@ class MixtureModel(nn.Module):
                 )
             elif name.endswith("proj.bias") or name.endswith("router.bias"):
                 nn.init.zeros_(p)
+
+    @torch.no_grad()
+    def feed_the_starving(self, shares: Tensor) -> None:
+        """Raise the router's bias of experts below ``FLOOR / experts`` of their layer's choices.
+
+        shares: [layers, experts] of a batch. Favourites are left alone: a gradient that levels the
+        load would do away with what a cache lives on, and a weak one never wakes an expert that
+        nobody chooses (after the loss-free balancing of Wang et al. 2024, one-sided).
+        """
+        deficit = (1 - shares.detach() * (self.shape.experts / FLOOR)).clamp_min(0)
+        for layer, lift in zip(self.layers, deficit):
+            layer.moe.router.bias += NUDGE * lift  # type: ignore[union-attr]
 
     def quantise_experts(self, on: bool) -> None:
         for layer in self.layers:

@@ -152,6 +152,7 @@ def train(args: argparse.Namespace) -> MixtureModel:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
+        model.feed_the_starving(share)
         step += 1
         if step % args.log_every == 0:
             row = (step, round(used, 2), float(loss.detach()), float(balance.detach()),
