@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FLOOR = 0.4  # part of the even share below which an expert counts as starving
+NUDGE = 0.02  # a step's lift of the router's logit of an expert without any load
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's clamped SwiGLU
 
 
@@ -43,8 +45,10 @@ SHAPES = {
 }
 
 
-def fake_mxfp4(weight: Tensor) -> Tensor:
+def fake_mxfp4(weight: Tensor, on: Tensor | float = 1.0) -> Tensor:
     """Round to MXFP4 and back along the last dimension; the gradient passes straight through.
+
+    ``on`` is 1 to round, 0 to leave the weight alone.
 
     The scale of 32 values is 2^(floor(log2 max) - 2), as the OCP MX specification has it, so the
     largest lies in [4, 8) and saturates at 6.
@@ -56,7 +60,7 @@ def fake_mxfp4(weight: Tensor) -> Tensor:
     step = torch.where(x < 2, 0.5, torch.where(x < 4, 1.0, 2.0))
     rounded = torch.round(x / step) * step  # to even on the E2M1 grid
     quantised = (rounded * blocks.sign() * scale).flatten(-2).to(weight.dtype)
-    return weight + (quantised - weight).detach()
+    return weight + (on * (quantised - weight)).detach()
 
 
 def rope_table(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -135,7 +139,8 @@ class Mixture(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(e, i))
         self.up_bias = nn.Parameter(torch.zeros(e, i))
         self.down_bias = nn.Parameter(torch.zeros(e, d))
-        self.quantise = False
+        # 1.0 rounds the experts; a tensor, so that a compiled graph serves both
+        self.register_buffer("quantise", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [tokens, hidden] -> output, balance loss, share of the choices per expert."""
@@ -146,8 +151,7 @@ class Mixture(nn.Module):
         share = torch.zeros_like(logits).scatter(-1, ids, 1.0).mean(0) / s.chosen
         # Switch Transformer's loss (Fedus et al. 2021): 1 when all experts are used alike
         balance = s.experts * (share.detach() * logits.softmax(-1).mean(0)).sum()
-        weights = (self.gate, self.up, self.down)
-        gate, up, down = (fake_mxfp4(w) if self.quantise else w for w in weights)
+        gate, up, down = (fake_mxfp4(w, self.quantise) for w in (self.gate, self.up, self.down))
         g = F.linear(x, gate.flatten(0, 1), self.gate_bias.flatten()).clamp(max=LIMIT)
         u = F.linear(x, up.flatten(0, 1), self.up_bias.flatten()).clamp(-LIMIT, LIMIT)
         h = (g * torch.sigmoid(ALPHA * g) * (u + 1)).unflatten(-1, (s.experts, s.intermediate))
@@ -193,9 +197,21 @@ class MixtureModel(nn.Module):
             elif name.endswith("proj.bias") or name.endswith("router.bias"):
                 nn.init.zeros_(p)
 
+    @torch.no_grad()
+    def feed_the_starving(self, shares: Tensor) -> None:
+        """Raise the router's bias of experts below ``FLOOR / experts`` of their layer's choices.
+
+        shares: [layers, experts] of a batch. Favourites are left alone: a gradient that levels the
+        load would do away with what a cache lives on, and a weak one never wakes an expert that
+        nobody chooses (after the loss-free balancing of Wang et al. 2024, one-sided).
+        """
+        deficit = (1 - shares.detach() * (self.shape.experts / FLOOR)).clamp_min(0)
+        for layer, lift in zip(self.layers, deficit):
+            layer.moe.router.bias += NUDGE * lift  # type: ignore[union-attr]
+
     def quantise_experts(self, on: bool) -> None:
         for layer in self.layers:
-            layer.moe.quantise = on  # type: ignore[union-attr]
+            layer.moe.quantise.fill_(float(on))  # type: ignore[union-attr]
 
     def forward(self, ids: Tensor, masks: tuple[object, object]) -> tuple[Tensor, Tensor, Tensor]:
         """ids [batch, tokens] -> hidden [batch, tokens, hidden], balance, share [layers, experts]."""

@@ -26,6 +26,8 @@ class RoutingTraceMeta:
     """What was routed. ``text`` says which text and where it is from, ``licence`` that of the text.
 
     ``layers`` are the model's layer numbers of the first axis, since some layers can be dense.
+    ``documents`` are the token counts of the documents that follow each other, each routed alone
+    from its first token; empty where the tokens are one document.
     """
 
     model: Annotated[str, Meta(min_length=1)]
@@ -34,6 +36,7 @@ class RoutingTraceMeta:
     num_experts: Annotated[int, Meta(ge=1)]
     layers: tuple[Annotated[int, Meta(ge=0)], ...]
     version: int = ROUTING_TRACE_VERSION
+    documents: tuple[Annotated[int, Meta(ge=1)], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ def _check(trace: RoutingTrace, source: str) -> None:
         raise ConfigError(
             f"{source}: ids has {ids.shape[0]} layers, meta.layers lists {len(meta.layers)}",
             param="layers",
+        )
+    if meta.documents and sum(meta.documents) != ids.shape[1]:
+        raise ConfigError(
+            f"{source}: meta.documents add up to {sum(meta.documents)} tokens, ids has {ids.shape[1]}",
+            param="documents",
         )
     if ids.size and not (int(ids.min()) >= -1 and int(ids.max()) < meta.num_experts):
         raise ConfigError(
