@@ -51,8 +51,8 @@ struct Kernels {
   // total state (peak, total, acc) takes in a later segment's state
   void (*merge)(float* peak, float* total, float* acc, float peak2, float total2,
                 const float* acc2, int64_t head);
-  // Yardsticks for benchmarks: a plain read, and `steps` multiply-adds of each of many registers (the
-  // number of scalar multiply-adds done is returned).
+  // Yardsticks for benchmarks: a plain read, and `steps` multiply-adds of each of many registers, which
+  // are stored to `sink` (256 floats); the number of scalar multiply-adds done is returned.
   float (*read)(const uint8_t* data, int64_t nbytes);
   int64_t (*multiply_adds)(int64_t steps, float* sink);
   void (*exponential)(const float* x, int64_t n, float* out);

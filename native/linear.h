@@ -19,10 +19,6 @@ constexpr int64_t kTileFloats = 96 * 1024;
 // Below this many multiply-adds a call is cheaper on one thread than a wake (about 2 us, Zen 4).
 constexpr int64_t kSerialWork = 32 * 1024;
 
-inline int64_t stored_nbytes(const Matrix& m) {
-  return m.rows * (m.row_nbytes + m.scale_row_nbytes);  // an upper bound where rows are strided
-}
-
 // Rows of one work item. Enough items that a late or slow worker costs little, and not so many that
 // claiming them shows; multiples of four rows, which the kernels take together.
 inline int64_t tile_rows(int64_t total_rows, int64_t cols, int64_t tokens, int threads) {

@@ -159,7 +159,7 @@ NB_MODULE(_native, m) {
     Pool& pool = Pool::instance();
     std::atomic<int64_t> done{0};
     pool.run(pool.threads(), true, [&](int64_t, int worker) {
-      done += kernels().multiply_adds(steps, pool.scratch(worker, 16));
+      done += kernels().multiply_adds(steps, pool.scratch(worker, 256));
     });
     return done.load();
   });

@@ -108,7 +108,7 @@ static int64_t multiply_adds(int64_t steps, float* sink) {
   for (float& f : start) f = 0.5f;
   const H x = hload(start);
   for (int64_t s = 0; s < steps; ++s) for (int i = 0; i < kChains; ++i) acc[i] = hfma(acc[i], x, x);
-  for (int i = 0; i < kChains; ++i) hstore(sink, acc[i]);
+  for (int i = 0; i < kChains; ++i) hstore(sink + i * kWidth, acc[i]);
   return steps * kChains * kWidth;
 }
 

@@ -5,7 +5,7 @@
 namespace headrace::HEADRACE_NS {
 
 constexpr bool kHasTable16 = false;
-constexpr int kTileTokens = 3;  // 4 x 3 accumulators of one half, 4 weights: 16 registers
+constexpr int kTileTokens = 3;  // 4 x 3 accumulators of one half, 3 activations, 1 weight
 constexpr int kHalves = 2;
 constexpr int kWidth = 8;
 

@@ -5,7 +5,7 @@
 namespace headrace::HEADRACE_NS {
 
 constexpr bool kHasTable16 = true;
-constexpr int kTileTokens = 6;  // 4 x 6 accumulators, 4 weights, 1 activation of 32 registers
+constexpr int kTileTokens = 6;  // 4 x 6 accumulators, 6 activations, 1 weight of 32 registers
 constexpr int kHalves = 1;
 constexpr int kWidth = 16;
 
