@@ -21,6 +21,13 @@ std::vector<const Kernels*> usable() {
   return found;
 }
 
+#if defined(HEADRACE_X86)
+bool has_vnni() {
+  return usable().front() == &avx512_kernels() && __builtin_cpu_supports("avx512vnni") &&
+         __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
 std::atomic<const Kernels*>& chosen() {
   static std::atomic<const Kernels*> k{usable().front()};
   return k;
@@ -40,6 +47,13 @@ std::string supported() {
 }
 
 std::string select_isa(const std::string& name) {
+#if defined(HEADRACE_X86)
+  // Other numerics, so never a default and not among `supported`: only by name.
+  if (name == "avx512_vnni" && has_vnni()) {
+    chosen().store(&vnni_kernels());
+    return "";
+  }
+#endif
   for (const Kernels* k : usable())
     if (name.empty() || name == k->name) {
       chosen().store(k);

@@ -57,12 +57,15 @@ struct Kernels {
   int64_t (*multiply_adds)(int64_t steps, float* sink);
   void (*exponential)(const float* x, int64_t n, float* out);
   void (*from_bf16)(const uint16_t* x, int64_t n, float* out);
+  // Formats whose sums only dot_rows computes (integer numerics): batches go token by token. May be null.
+  bool (*rowwise)(Format) = nullptr;
 };
 
 const Kernels& scalar_kernels();
 #if defined(HEADRACE_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& vnni_kernels();
 #endif
 
 }  // namespace headrace

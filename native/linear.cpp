@@ -40,7 +40,8 @@ struct Pointers {
 void linear_tile(const Kernels& k, const Product& p, const float* x, int64_t tokens, int64_t row0, int64_t rows, int worker) {
   const Matrix& m = *p.weight;
   float* expanded = tokens == 1 ? nullptr : Pool::instance().scratch(worker, static_cast<size_t>(tile_scratch(rows, m.cols)));
-  if (tokens > kFewTokens) k.expand_rows(m, row0, rows, expanded, padded(m.cols));
+  const bool many = shares_copy(k, m, tokens);
+  if (many) k.expand_rows(m, row0, rows, expanded, padded(m.cols));
   Pointers at;
   for (int64_t t0 = 0; t0 < tokens; t0 += kTokenChunk) {
     const int64_t n = std::min(kTokenChunk, tokens - t0);
@@ -48,7 +49,7 @@ void linear_tile(const Kernels& k, const Product& p, const float* x, int64_t tok
       at.x[t] = x + (t0 + t) * m.cols;
       at.out[t] = p.out + (t0 + t) * m.rows + row0;
     }
-    if (tokens > kFewTokens) k.gemm(expanded, padded(m.cols), rows, at.x, n, m.cols, at.out);
+    if (many) k.gemm(expanded, padded(m.cols), rows, at.x, n, m.cols, at.out);
     else tile_product(k, m, row0, rows, at.x, n, at.out, expanded);
     if (p.bias == nullptr && p.residual == nullptr) continue;
     for (int64_t t = 0; t < n; ++t)
@@ -73,7 +74,7 @@ void gated_linear(const Matrix& gate, const Matrix& up, const float* x, int64_t 
     const int64_t chunk = std::min(tokens, kTokenChunk), tile = tile_scratch(rows, gate.cols);
     float* g = Pool::instance().scratch(worker, static_cast<size_t>(2 * tile + 2 * chunk * rows));
     float *u = g + chunk * rows, *expanded = g + 2 * chunk * rows;
-    const bool many = tokens > kFewTokens;
+    const bool many = shares_copy(k, gate, tokens) && shares_copy(k, up, tokens);
     if (many) {
       k.expand_rows(gate, row0, rows, expanded, padded(gate.cols));
       k.expand_rows(up, row0, rows, expanded + tile, padded(gate.cols));

@@ -30,16 +30,23 @@ inline int64_t tile_rows(int64_t total_rows, int64_t cols, int64_t tokens, int t
 
 inline int64_t tile_scratch(int64_t rows, int64_t cols) { return rows * padded(cols); }
 
+inline bool is_rowwise(const Kernels& k, const Matrix& m) { return k.rowwise != nullptr && k.rowwise(m.format); }
+
+// Whether so many tokens share one float32 copy of a tile of `m`.
+inline bool shares_copy(const Kernels& k, const Matrix& m, int64_t tokens) {
+  return tokens > kFewTokens && !is_rowwise(k, m);
+}
+
 // Writes sums for rows [row0, row0 + count) of `m`: to[t][i] = row (row0 + i) . x[t].
 // `expanded` holds the rows as float32 if tokens > kFewTokens (see expand_tile).
 inline void tile_product(const Kernels& k, const Matrix& m, int64_t row0, int64_t count, const float* const* x,
                          int64_t tokens, float* const* to, float* expanded) {
-  if (tokens == 1) {
-    k.dot_rows(m, row0, count, x[0], to[0]);
+  if (tokens == 1 || is_rowwise(k, m)) {
+    for (int64_t t = 0; t < tokens; ++t) k.dot_rows(m, row0, count, x[t], to[t]);
     return;
   }
   const int64_t stride = padded(m.cols);
-  float* shifted[kFewTokens];
+  float* shifted[kTokenChunk];
   for (int64_t i = 0; i < count; i += 4) {
     const int64_t n = std::min<int64_t>(4, count - i);
     k.expand_rows(m, row0 + i, n, expanded, stride);

@@ -51,7 +51,7 @@ void over_experts(const Plan& plan, int64_t rows_each, int64_t cols, const F& bo
 // to[j] = rows of m times x[j] for all tokens of an expert, in chunks.
 void product(const Kernels& k, const Matrix& m, int64_t row0, int64_t rows, const float* const* x, int64_t tokens,
              float* const* to, float* expanded) {
-  if (tokens <= kFewTokens) {
+  if (!shares_copy(k, m, tokens)) {
     tile_product(k, m, row0, rows, x, tokens, to, expanded);
     return;
   }

@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-NAMES = "Ada Bela Chen Dara Emil Farah Goran Hana Ivo Jun Kofi Lena Mira Nadir Olga Pia Ravi".split()
+NAMES = (
+    "Ada Bela Chen Dara Emil Farah Goran Hana Ivo Jun Kofi Lena Mira Nadir Olga Pia Ravi".split()
+)
 UNITS = "ms GB tokens requests rows bytes percent pages errors connections".split()
 MONTHS = "January March April June July September October December".split()
 
@@ -97,7 +99,7 @@ def _question(s: Script) -> str:
             f"Why is {s.number()} {s.of(UNITS)} the limit for {a}?",
             f"Did you see what happened on {s.date()} with the {a}?",
             f"Is there a way to {a} without {b}?",
-            f"I read this: \"{s.sentence()}\" Is it still true?",
+            f'I read this: "{s.sentence()}" Is it still true?',
             f"Which {a} would you choose, and why?",
         )
     )
@@ -133,7 +135,9 @@ def dialogue(s: Script) -> str:
         asked = f"{_reaction(s)} {_question(s)}" if lines and s.rng.random() < 0.5 else _question(s)
         if style == 2:
             verb = s.of(("asked", "said", "wondered", "wrote"))
-            lines.append(f'"{asked}" {verb} {a}.\n\n"{_answer(s)}" {b} {s.of(("answered", "said"))}.')
+            lines.append(
+                f'"{asked}" {verb} {a}.\n\n"{_answer(s)}" {b} {s.of(("answered", "said"))}.'
+            )
         else:
             lines.append(f"{a}: {asked}\n\n{b}: {_answer(s)}")
     return "\n\n".join(lines)
@@ -153,9 +157,7 @@ def _bullets(s: Script) -> str:
             )
         ),
     )
-    lines = [
-        (f"{i}. " if mark == "1. " else mark) + item for i, item in enumerate(items, start=1)
-    ]
+    lines = [(f"{i}. " if mark == "1. " else mark) + item for i, item in enumerate(items, start=1)]
     return f"{s.term().capitalize()} {s.of(('list', 'notes', 'steps', 'checklist'))}:\n\n" + (
         "\n".join(lines)
     )
@@ -163,9 +165,7 @@ def _bullets(s: Script) -> str:
 
 def _cells(s: Script) -> list[list[str]]:
     width = s.rng.randint(3, 6)
-    makers = [
-        s.rng.choice((s.term, s.number, s.identifier, s.date, s.slug)) for _ in range(width)
-    ]
+    makers = [s.rng.choice((s.term, s.number, s.identifier, s.date, s.slug)) for _ in range(width)]
     head = [s.term() for _ in range(width)]
     return [head, *([make() for make in makers] for _ in range(s.rng.randint(4, 14)))]
 
@@ -255,7 +255,9 @@ def transcript(s: Script) -> str:
         kind = s.rng.random()
         if kind < 0.5:
             command, output = _shell(s)
-            body = json.dumps({"name": s.of(("shell", "bash", "run")), "arguments": {"command": command}})
+            body = json.dumps(
+                {"name": s.of(("shell", "bash", "run")), "arguments": {"command": command}}
+            )
             lines += [f"{call}: {body}", f"Output:\n{output}"]
         elif kind < 0.75:
             arguments = {s.term(): _value(s, 1) for _ in range(s.rng.randint(1, 4))}

@@ -64,7 +64,9 @@ def real(docs: list[dict[str, str]], tokenizer: Tokenizer, tokens: int) -> list[
     return out
 
 
-def scripted(kind: str, part: str, words: synthetic.Words, tokenizer: Tokenizer, tokens: int) -> list[Text]:
+def scripted(
+    kind: str, part: str, words: synthetic.Words, tokenizer: Tokenizer, tokens: int
+) -> list[Text]:
     """Synthetic documents until there are ``tokens``."""
     out: list[Text] = []
     left = tokens

@@ -79,9 +79,7 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(
-    model: MixtureModel, ids: np.ndarray, device: str, limit: int
-) -> float:
+def held_out_loss(model: MixtureModel, ids: np.ndarray, device: str, limit: int) -> float:
     """Mean loss over consecutive windows, nats a token. Not compiled: attention is spelt out."""
     n = model.shape.context
     count = min(len(ids) - 1, limit) // n

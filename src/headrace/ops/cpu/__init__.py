@@ -1,8 +1,9 @@
 """The C++ kernels: float32 activations times weights in their stored format, on any CPU.
 
-``HEADRACE_ISA`` (``scalar``, ``avx2`` or ``avx512``) forces one instruction set; without it the
-best that the CPU supports is taken. All of them give the same bits: sums run in sixteen lanes, in
-one order, whatever the instruction set, the number of rows and the number of threads.
+``HEADRACE_ISA`` (``scalar``, ``avx2``, ``avx512`` or ``avx512_vnni``) forces one instruction set;
+without it the best of the first three that the CPU supports is taken. Those give the same bits: sums
+run in sixteen lanes, in one order, whatever the instruction set, the number of rows and the number of
+threads. ``avx512_vnni`` computes with two int8 terms per activation.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ def available() -> str | None:
 
 
 def select_isa(name: str) -> None:
-    """Use the kernels of one instruction set: "scalar", "avx2" or "avx512"; "" for the best."""
+    """Use the kernels of one instruction set: "scalar", "avx2" or "avx512"; "" for the best.
+
+    "avx512_vnni" is a second numerics mode: activations as two int8 terms per block of 32 (two
+    bfloat16 terms for bf16 weights). It is never a default, since the others agree bit for bit.
+    """
     from headrace.ops.cpu import _native
 
     problem = _native.select_isa(name)
