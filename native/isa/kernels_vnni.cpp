@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../kernels.h"
+#include "../tables.h"
 
 namespace headrace {
 namespace vnni {
@@ -36,25 +37,39 @@ void quantise(const float* x, int64_t cols, bool paired, Terms& t) {
   t.low.assign(static_cast<size_t>(pairs * 64), 0);
   t.sums.assign(static_cast<size_t>(pairs * 16), 0);
   t.scales.assign(static_cast<size_t>(pairs * 16), 0.0f);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
   for (int64_t b = 0; b < cols / 32; ++b) {
-    const float* from = x + 32 * b;
-    float peak = 0.0f, all = 0.0f;  // `all` is finite only if every activation is: fmax skips NaN
-    for (int j = 0; j < 32; ++j) {
-      peak = std::fmax(peak, std::fabs(from[j]));
-      all += from[j] * 0.0f;
-    }
+    const __m512 x0 = _mm512_loadu_ps(x + 32 * b), x1 = _mm512_loadu_ps(x + 32 * b + 16);
+    const __m512 zero = _mm512_setzero_ps();
+    // 0 * x is 0 only if x is finite; an infinite or NaN activation must reach the output.
+    const __m512 none = _mm512_fmadd_ps(x0, zero, _mm512_mul_ps(x1, zero));
+    const bool finite = _mm512_cmp_ps_mask(none, zero, _CMP_EQ_OQ) == 0xffff;
+    const float peak = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(x0), _mm512_abs_ps(x1)));
     const float scale = peak > 0.0f ? peak / 32512.0f : 1.0f;
-    const int64_t at = b / 2 * 64 + b % 2 * 32, lane = b / 2 * 16 + b % 2 * 8;
-    for (int j = 0; j < 32; ++j) {
-      const int to = paired ? (j % 2) * 16 + j / 2 : j;
-      const int v = all == 0.0f ? static_cast<int>(std::lrint(from[j] / scale)) : 0, high = (v + 128) >> 8;
-      t.high[static_cast<size_t>(at + to)] = static_cast<int8_t>(high);
-      t.low[static_cast<size_t>(at + to)] = static_cast<int8_t>(v - high * 256);
-      t.sums[static_cast<size_t>(lane + to / 4)] += v;
+    __m512i v0 = _mm512_cvtps_epi32(_mm512_div_ps(x0, _mm512_set1_ps(scale)));
+    __m512i v1 = _mm512_cvtps_epi32(_mm512_div_ps(x1, _mm512_set1_ps(scale)));
+    if (!finite) v0 = v1 = _mm512_setzero_si512();
+    if (paired) {
+      const __m512i first = _mm512_permutex2var_epi32(v0, even, v1);
+      v1 = _mm512_permutex2var_epi32(v0, odd, v1);
+      v0 = first;
     }
-    // A NaN or infinite activation must reach the output: lrint of it would not.
-    const float s = all == 0.0f ? scale : std::nanf("");
-    for (int j = 0; j < 8; ++j) t.scales[static_cast<size_t>(lane + j)] = s;
+    const int64_t at = b / 2 * 64 + b % 2 * 32, lane = b / 2 * 16 + b % 2 * 8;
+    for (int half = 0; half < 2; ++half) {
+      const __m512i v = half == 0 ? v0 : v1;
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
+      const __m512i low = _mm512_sub_epi32(v, _mm512_slli_epi32(high, 8));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(&t.high[static_cast<size_t>(at + 16 * half)]), _mm512_cvtepi32_epi8(high));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(&t.low[static_cast<size_t>(at + 16 * half)]), _mm512_cvtepi32_epi8(low));
+      // sums of four neighbours: lanes 0, 4, 8 and 12 after two pairwise additions
+      const __m512i two = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+      const __m512i four = _mm512_add_epi32(two, _mm512_shuffle_epi32(two, _MM_PERM_BADC));
+      const __m512i packed = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), four);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(&t.sums[static_cast<size_t>(lane + 4 * half)]), _mm512_castsi512_si128(packed));
+    }
+    const float s = finite ? scale : std::nanf("");
+    _mm256_storeu_ps(&t.scales[static_cast<size_t>(lane)], _mm256_set1_ps(s));
   }
 }
 
@@ -63,9 +78,6 @@ inline float half_at(const uint8_t* p) {
   std::memcpy(&h, p, 2);
   return _cvtsh_ss(h);
 }
-
-// 2^(byte - 128): half of an E8M0 scale, because codes are doubled E2M1 values. 255 is NaN.
-inline float half_e8m0(uint8_t e) { return e == 255 ? std::nanf("") : std::ldexp(1.0f, static_cast<int>(e) - 128); }
 
 inline __m512i nibbles(const uint8_t* first, const uint8_t* second) {
   const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first));
@@ -89,7 +101,7 @@ template <> struct Code<Format::mxfp4> {
     const uint8_t* p = r.data + 16 * g;
     return _mm512_shuffle_epi8(table(), nibbles(p, second ? p + 16 : nullptr));
   }
-  static float scale(const Row& r, int64_t g) { return half_e8m0(r.scales[g]); }
+  static float scale(const Row& r, int64_t g) { return kHalfE8M0.value[r.scales[g]]; }
 };
 
 template <> struct Code<Format::mxfp4_gguf> : Code<Format::mxfp4> {
@@ -99,7 +111,7 @@ template <> struct Code<Format::mxfp4_gguf> : Code<Format::mxfp4> {
     const uint8_t* p = r.data + 17 * g + 1;
     return _mm512_shuffle_epi8(table(), nibbles(p, second ? p + 17 : nullptr));
   }
-  static float scale(const Row& r, int64_t g) { return half_e8m0(r.data[17 * g]); }
+  static float scale(const Row& r, int64_t g) { return kHalfE8M0.value[r.data[17 * g]]; }
 };
 
 template <> struct Code<Format::q4_0> {
@@ -175,16 +187,18 @@ void dot_bf16(const Matrix& m, int64_t row0, int64_t count, const float* x, floa
   thread_local std::vector<uint16_t> terms;  // [groups, 2, 32]: hi, lo
   const int64_t groups = (m.cols + 31) / 32, rest = m.cols % 32;
   terms.assign(static_cast<size_t>(groups * 64), 0);
-  for (int64_t k = 0; k < m.cols; ++k) {
-    const __m128 v = _mm_set_ss(x[k]);
-    const uint16_t high = static_cast<uint16_t>(_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(v), 0));
-    uint32_t bits = static_cast<uint32_t>(high) << 16;
-    float back;
-    std::memcpy(&back, &bits, 4);
-    const __m128 left = _mm_set_ss(x[k] - back);
-    terms[static_cast<size_t>(k / 32 * 64 + k % 32)] = high;
-    terms[static_cast<size_t>(k / 32 * 64 + 32 + k % 32)] =
-        std::isfinite(back) ? static_cast<uint16_t>(_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(left), 0)) : 0;
+  for (int64_t k = 0; k < m.cols; k += 16) {
+    const __mmask16 mask = m.cols - k < 16 ? static_cast<__mmask16>((1u << (m.cols - k)) - 1) : 0xffff;
+    const __m512 v = _mm512_maskz_loadu_ps(mask, x + k);
+    const __m256i high = (__m256i)_mm512_cvtneps_pbh(v);
+    const __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+    const __m512 left = _mm512_sub_ps(v, back);
+    // Of an infinite activation nothing is left over: inf - inf would be NaN.
+    const __mmask16 whole = _mm512_cmp_ps_mask(_mm512_abs_ps(back), _mm512_set1_ps(3.4e38f), _CMP_LE_OQ);
+    const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(whole, left));
+    uint16_t* to = &terms[static_cast<size_t>(k / 32 * 64 + k % 32)];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), high);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), low);
   }
   for (int64_t i = 0; i < count; ++i) {
     const Row r = row_of(m, row0 + i);
