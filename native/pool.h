@@ -58,6 +58,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int> active_{0};
+  std::atomic<int> caller_cpu_{-1};
   int64_t items_ = 0;
   Body body_ = nullptr;
   const void* context_ = nullptr;
