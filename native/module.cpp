@@ -110,6 +110,29 @@ int64_t py_attention(const Cache& cache, Address q, Address out, int64_t heads, 
   return attention(a, cache);
 }
 
+AttentionBlock make_attention_block(Address norm, float eps, const std::vector<const Matrix*>& qkvo,
+                                    const std::vector<Address>& biases, const std::vector<Address>& norms,
+                                    const std::vector<int64_t>& widths, Address cos, Address sin, int64_t positions,
+                                    int64_t half, bool interleaved, const std::vector<int64_t>& heads, float scale,
+                                    int64_t window, Address sinks) {
+  if (qkvo.size() != 4 || biases.size() != 4 || norms.size() != 2 || widths.size() != 2 || heads.size() != 3)
+    throw std::invalid_argument("attention block: lengths differ");
+  return {at<const float>(norm), eps, *qkvo[0], *qkvo[1], *qkvo[2], *qkvo[3],
+          at<const float>(biases[0]), at<const float>(biases[1]), at<const float>(biases[2]), at<const float>(biases[3]),
+          at<const float>(norms[0]), at<const float>(norms[1]), widths[0], widths[1],
+          {at<const float>(cos), at<const float>(sin), positions, half, interleaved},
+          heads[0], heads[1], heads[2], scale, window, at<const float>(sinks)};
+}
+
+int py_attention_block(const AttentionBlock& b, const Cache& cache, Address x, Address out, int64_t tokens,
+                       Address positions, Address slots, Address query_start, Address block_tables, int64_t sequences,
+                       int64_t table_width) {
+  const BlockBatch batch{tokens, at<const int64_t>(positions), at<const int64_t>(slots), at<const int32_t>(query_start),
+                         at<const int32_t>(block_tables), sequences, table_width};
+  const nb::gil_scoped_release lock;
+  return static_cast<int>(attention_block(b, cache, batch, at<const float>(x), at<float>(out)));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -117,6 +140,18 @@ NB_MODULE(_native, m) {
   nb::class_<Matrix>(m, "Matrix").def_ro("rows", &Matrix::rows).def_ro("cols", &Matrix::cols);
   nb::class_<Experts>(m, "Experts");
   nb::class_<Cache>(m, "Cache");
+  nb::class_<AttentionBlock>(m, "AttentionBlock");
+  nb::class_<DenseBlock>(m, "DenseBlock");
+  m.def("make_attention_block", &make_attention_block);
+  m.def("attention_block", &py_attention_block);
+  m.def("make_dense_block", [](Address norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int kind,
+                               float alpha, float limit) {
+    return DenseBlock{at<const float>(norm), eps, gate, up, down, gate_of(kind, alpha, limit)};
+  });
+  m.def("dense_block", [](const DenseBlock& b, Address x, int64_t tokens, Address out) {
+    const nb::gil_scoped_release lock;
+    dense_block(b, at<const float>(x), tokens, at<float>(out));
+  });
   m.def("make_matrix", &make_matrix);
   m.def("make_experts", &make_experts);
   m.def("make_cache", &make_cache);

@@ -69,4 +69,36 @@ struct Attention {
 // Returns -1, or the index of the first row whose position needs a block that the table lacks.
 int64_t attention(const Attention& a, const Cache& cache);
 
+// A whole half of a decoder layer in one call, so that decoding leaves the interpreter alone: each
+// residual stream row passes norm, products, attention or gate, and comes back with the sum.
+struct AttentionBlock {
+  const float* norm;
+  float eps;
+  Matrix q, k, v, o;
+  const float *q_bias, *k_bias, *v_bias, *o_bias;
+  const float *q_norm, *k_norm;     // null where there is none
+  int64_t q_norm_width, k_norm_width;
+  Rope rope;
+  int64_t heads, kv_heads, head;
+  float scale;
+  int64_t window;
+  const float* sinks;
+};
+struct BlockBatch {
+  int64_t tokens;
+  const int64_t *positions, *slots;
+  const int32_t *query_start, *block_tables;
+  int64_t sequences, table_width;
+};
+enum class BlockFault : int { none, position, slot, block };
+BlockFault attention_block(const AttentionBlock& b, const Cache& cache, const BlockBatch& batch, const float* x, float* out);
+
+struct DenseBlock {
+  const float* norm;
+  float eps;
+  Matrix gate, up, down;
+  Gate act;
+};
+void dense_block(const DenseBlock& b, const float* x, int64_t tokens, float* out);
+
 }  // namespace headrace

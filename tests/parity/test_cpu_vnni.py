@@ -74,9 +74,7 @@ def test_gated_product_and_experts_match_float64(tokens: int):
     out = ops.moe(
         x, ids, torch.ones((tokens, 1)), ExpertWeights([gate], [up], [down]), Activation()
     )
-    assert (
-        error(out, hidden @ d.T) < 8 * TOLERANCE
-    )
+    assert error(out, hidden @ d.T) < 8 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", FORMATS)

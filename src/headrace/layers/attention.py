@@ -9,7 +9,7 @@ import torch
 from headrace.formats.base import PackedTensor
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
-from headrace.ops.records import AttentionBatch, LayerKV, RopeTable
+from headrace.ops.records import AttentionBatch, AttentionBlock, LayerKV, RopeTable
 from headrace.ops.registry import OpSet
 
 
@@ -95,6 +95,23 @@ class Attention:
         attend = ops.attention_decode if batch.decode else ops.attention_prefill
         mixed = attend(q, cache, batch, self._scale, shape.window, self._sinks)
         return self._o(mixed.view(x.shape[0], -1), residual)
+
+    def block(self, norm: Norm) -> AttentionBlock:
+        """This layer behind ``norm`` as one operation, for ``ops.attention_block``."""
+        shape = self._shape
+        return AttentionBlock(
+            norm=norm.weight,
+            eps=norm.eps,
+            weights=(*self._weights, self._o.weight),
+            biases=(*self._biases, self._o.bias),
+            q_norm=None if self._q_norm is None else self._q_norm.weight,
+            k_norm=None if self._k_norm is None else self._k_norm.weight,
+            table=self._table,
+            heads=(shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            scale=self._scale,
+            window=shape.window,
+            sinks=self._sinks,
+        )
 
     def _normed(self, rows: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Normalise [T, n * hd] in pieces of the norm's own width."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from headrace.formats.base import PackedTensor
-from headrace.ops.records import Activation
+from headrace.layers.norm import Norm
+from headrace.ops.records import Activation, DenseBlock
 from headrace.ops.registry import OpSet
 
 
@@ -29,3 +30,7 @@ class DenseFeedForward:
         """x (normalised) and residual: float32 [T, D] -> float32 [T, D]."""
         inner = self._ops.gated_linear(x, self._gate, self._up, self._act)
         return self._ops.linear(inner, self._down, None, residual)
+
+    def block(self, norm: Norm) -> DenseBlock:
+        """This layer behind ``norm`` as one operation, for ``ops.dense_block``."""
+        return DenseBlock(norm.weight, norm.eps, self._gate, self._up, self._down, self._act)

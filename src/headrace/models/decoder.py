@@ -19,17 +19,34 @@ from headrace.ops.registry import OpSet
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then + feed-forward(norm(x)); both residuals are added in the ops."""
+    """x + attention(norm(x)), then + feed-forward(norm(x)); both residuals are added in the ops.
 
-    __slots__ = ("_attention", "_attention_norm", "_feed_forward_norm", "feed_forward")
+    A decoding step takes each half as one operation, since there the calls themselves count.
+    """
+
+    __slots__ = (
+        "_attention",
+        "_attention_block",
+        "_attention_norm",
+        "_dense_block",
+        "_feed_forward_norm",
+        "_ops",
+        "feed_forward",
+    )
 
     def __init__(
         self,
+        ops: OpSet,
         attention_norm: Norm,
         attention: Attention,
         feed_forward_norm: Norm,
         feed_forward: DenseFeedForward | Mixture,
     ) -> None:
+        self._ops = ops
+        self._attention_block = attention.block(attention_norm)
+        self._dense_block = None
+        if isinstance(feed_forward, DenseFeedForward):
+            self._dense_block = feed_forward.block(feed_forward_norm)
         self._attention_norm = attention_norm
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
@@ -37,7 +54,12 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
-        x = self._attention(self._attention_norm(x), x, batch, cache)
+        if batch.decode:
+            x = self._ops.attention_block(x, self._attention_block, cache, batch)
+            if self._dense_block is not None:
+                return self._ops.dense_block(x, self._dense_block)
+        else:
+            x = self._attention(self._attention_norm(x), x, batch, cache)
         return self.feed_forward(self._feed_forward_norm(x), x)
 
 

@@ -118,6 +118,7 @@ class _LayerBuilder:
         spec, prefix = self._spec, f"layers.{index}."
         self._source.skip(prefix + "rope_inv_freq")
         return DecoderLayer(
+            self._ops,
             self._norm(prefix + "attn_norm"),
             self._attention(prefix, spec.layers[index].window),
             self._norm(prefix + "ffn_norm"),

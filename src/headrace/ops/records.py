@@ -69,6 +69,39 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class AttentionBlock:
+    """One layer's attention with its norm and residual: what ``ops.attention_block`` needs.
+
+    norm: float32 [D]; q [H * hd, D], k, v [Hkv * hd, D], o [D, H * hd] as stored; biases float32 or
+    None; q_norm, k_norm: float32 [hd] (each head) or [rows] (the whole row), or None
+    """
+
+    norm: torch.Tensor
+    eps: float
+    weights: tuple[PackedTensor, PackedTensor, PackedTensor, PackedTensor]  # q, k, v, o
+    biases: tuple[torch.Tensor | None, ...]  # of the same
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    table: RopeTable
+    heads: tuple[int, int, int]  # H, Hkv, head_dim
+    scale: float
+    window: int | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """One layer's dense feed-forward with its norm and residual: for ``ops.dense_block``."""
+
+    norm: torch.Tensor
+    eps: float
+    gate: PackedTensor
+    up: PackedTensor
+    down: PackedTensor
+    act: Activation
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """One layer's experts, each matrix a view into the checkpoint; biases float32 or None.
 

@@ -29,6 +29,8 @@ OP_NAMES = (
     "attention_decode",
     "router_topk",
     "moe",
+    "attention_block",
+    "dense_block",
 )
 
 

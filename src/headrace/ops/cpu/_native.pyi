@@ -8,7 +8,53 @@ class Matrix:
 
 class Experts: ...
 class Cache: ...
+class AttentionBlock: ...
+class DenseBlock: ...
 
+def make_attention_block(
+    norm: int,
+    eps: float,
+    qkvo: Sequence[Matrix],
+    biases: Sequence[int],
+    norms: Sequence[int],
+    widths: Sequence[int],
+    cos: int,
+    sin: int,
+    positions: int,
+    half: int,
+    interleaved: bool,
+    heads: Sequence[int],
+    scale: float,
+    window: int,
+    sinks: int,
+    /,
+) -> AttentionBlock: ...
+def attention_block(
+    block: AttentionBlock,
+    cache: Cache,
+    x: int,
+    out: int,
+    tokens: int,
+    positions: int,
+    slots: int,
+    query_start: int,
+    block_tables: int,
+    sequences: int,
+    table_width: int,
+    /,
+) -> int: ...
+def make_dense_block(
+    norm: int,
+    eps: float,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    kind: int,
+    alpha: float,
+    limit: float,
+    /,
+) -> DenseBlock: ...
+def dense_block(block: DenseBlock, x: int, tokens: int, out: int, /) -> None: ...
 def make_matrix(
     format: int,
     rows: int,

@@ -15,7 +15,7 @@ _BATCH = "_cpu_batch"
 _LONG_CALL = 16 * 1024
 
 
-def _cache(cache: LayerKV) -> tuple[_native.Cache, int, int, int]:
+def native_cache(cache: LayerKV) -> tuple[_native.Cache, int, int, int]:
     """The native record of a layer's cache, its slots, key heads and head size; made once."""
     found = cache.__dict__.get(_CACHE)
     if found is None:
@@ -50,7 +50,7 @@ def _cache(cache: LayerKV) -> tuple[_native.Cache, int, int, int]:
     return found
 
 
-def _batch(batch: AttentionBatch) -> tuple[int, ...]:
+def native_batch(batch: AttentionBatch) -> tuple[int, ...]:
     """Addresses of starts, tables and positions, sequences, table width, rows; made once a step."""
     found = batch.__dict__.get(_BATCH)
     if found is None:
@@ -71,7 +71,7 @@ def _batch(batch: AttentionBatch) -> tuple[int, ...]:
 
 def kv_append(k: torch.Tensor, v: torch.Tensor, cache: LayerKV, slots: torch.Tensor) -> None:
     """Store keys and values, float32 [T, Hkv, head_dim], at int64 ``slots`` [T] of the cache."""
-    native, limit, heads, head = _cache(cache)
+    native, limit, heads, head = native_cache(cache)
     tokens = slots.numel()
     k = checked(k, torch.float32, (tokens, heads, head), "k")
     v = checked(v, torch.float32, (tokens, heads, head), "v")
@@ -94,12 +94,12 @@ def attention(
     p - w + 1 to p. ``sinks`` [H]: one more logit per head, in the denominator only. Serves prefill
     and decode alike, and gives a row the same bits in both.
     """
-    native, _, kv_heads, head = _cache(cache)
+    native, _, kv_heads, head = native_cache(cache)
     tokens, heads, _ = q.shape
     q = checked(q, torch.float32, (tokens, heads, head), "q")
     if heads % kv_heads or (window is not None and window < 1):
         raise InternalError(f"attention: {heads} heads on {kv_heads} key heads, window {window}")
-    starts, tables, positions, sequences, width, rows = _batch(batch)
+    starts, tables, positions, sequences, width, rows = native_batch(batch)
     if rows != tokens:
         raise InternalError(f"attention: q has {tokens} rows, the batch {rows}")
     out = torch.empty_like(q)

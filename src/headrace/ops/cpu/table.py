@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.ops.cpu.attention import attention, kv_append
+from headrace.ops.cpu.block import attention_block, dense_block
 from headrace.ops.cpu.linear import embed, gated_linear, linear, linear_group, moe
 from headrace.ops.cpu.rows import rmsnorm, rope, router_topk
 from headrace.ops.registry import Op
@@ -24,4 +25,7 @@ OPS = (
     Op("attention_decode", "cpu", attention, SUM_TOLERANCE),
     Op("router_topk", "cpu", router_topk, ROW_TOLERANCE),
     Op("moe", "cpu", moe, SUM_TOLERANCE),
+    # Two or three products in a row, each within its own.
+    Op("attention_block", "cpu", attention_block, 3 * SUM_TOLERANCE),
+    Op("dense_block", "cpu", dense_block, 3 * SUM_TOLERANCE),
 )

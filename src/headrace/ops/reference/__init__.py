@@ -1,6 +1,6 @@
 """Every operation in plain, readable PyTorch: the oracle of the parity tests, and the fallback."""
 
-from headrace.ops.reference import attention, dense, mixture
+from headrace.ops.reference import attention, block, dense, mixture
 from headrace.ops.registry import Op
 
 # Largest |difference| / largest |value| to a float64 oracle: sums of up to a few thousand float32
@@ -20,4 +20,6 @@ OPS: tuple[Op, ...] = (
     Op("attention_decode", "reference", attention.attention, _SUM),
     Op("router_topk", "reference", mixture.router_topk, _ELEMENT),
     Op("moe", "reference", mixture.moe, _SUM),
+    Op("attention_block", "reference", block.attention_block, 3 * _SUM),
+    Op("dense_block", "reference", block.dense_block, 3 * _SUM),
 )
