@@ -97,8 +97,8 @@ def attention_block(
     )
     if fault:
         raise InternalError(
-            f"attention block: {_FAULTS[fault]}; positions {batch.positions.tolist()}, "
-            f"slots {batch.slots.tolist()}, tables {batch.block_tables.tolist()}"
+            f"attention block: {_FAULTS[fault]}; positions {batch.positions}, slots {batch.slots}, "
+            f"tables {batch.block_tables}"
         )
     return out
 
