@@ -57,6 +57,11 @@ class SamplingState:
         return self.params.temperature == 0.0 or self.params.top_k == 1
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own log-probabilities are wanted; one sequence computes them."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
     def changes_logits(self) -> bool:
         p = self.params
         return bool(

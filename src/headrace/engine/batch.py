@@ -1,0 +1,52 @@
+"""A step plan as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.core.step import ScheduledChunk
+from headrace.ops.records import AttentionBatch
+
+
+def build_batch(
+    chunks: Sequence[ScheduledChunk], block_tokens: int, device: torch.device
+) -> tuple[torch.Tensor, AttentionBatch]:
+    """Lay the chunks out one after the other.
+
+    Returns the token ids, int64 [T], and the batch that describes them.
+    """
+    lengths = [len(c.token_ids) for c in chunks]
+    ends = [c.start + n for c, n in zip(chunks, lengths)]
+    tables = np.zeros((len(chunks), max(-(-end // block_tokens) for end in ends)), np.int32)
+    for row, (chunk, end) in enumerate(zip(chunks, ends)):
+        used = -(-end // block_tokens)
+        tables[row, :used] = chunk.block_ids[:used]
+    decode = max(lengths) == 1
+    if decode:
+        positions = np.array([c.start for c in chunks], np.int64)
+        rows = np.arange(len(chunks))
+    else:
+        positions = np.concatenate([np.arange(c.start, end) for c, end in zip(chunks, ends)])
+        rows = np.repeat(np.arange(len(chunks)), lengths)
+    slots = tables[rows, positions // block_tokens].astype(np.int64) * block_tokens
+    slots += positions % block_tokens
+    tokens = np.fromiter((t for c in chunks for t in c.token_ids), np.int64, len(positions))
+    starts = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+
+    def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
+
+    return tensor(tokens), AttentionBatch(
+        query_start=tensor(starts),
+        context_lens=tensor(np.array(ends, np.int32)),
+        block_tables=tensor(tables),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        decode=decode,
+    )

@@ -1,0 +1,100 @@
+"""Where the memory goes, before it is used: weights, KV, workspace, reserve. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.errors import DoesNotFitError
+from headrace.core.model_spec import ModelSpec
+
+KV_ELEMENT_NBYTES = {"f32": 4, "bf16": 2}
+
+# Resident memory of our processes beside the planned parts. Measured 2026-11-29 on Linux x86-64,
+# Python 3.11: 237 MB with torch 2.13 (CPU) and tokenizers imported; the HTTP process about 100 MB;
+# the rest is slack for allocators that do not return what they free.
+RESERVE_NBYTES = 512 * 2**20
+
+# Query rows that the plain PyTorch attention scores at once (ops.reference.attention.QUERY_ROWS).
+_REFERENCE_QUERY_ROWS = 256
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of host memory by purpose, against a budget."""
+
+    weights_nbytes: int
+    kv_nbytes: int
+    workspace_nbytes: int
+    reserve_nbytes: int
+    budget_nbytes: int
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.weights_nbytes + self.kv_nbytes + self.workspace_nbytes + self.reserve_nbytes
+
+    @property
+    def headroom_nbytes(self) -> int:
+        """What the budget leaves; negative if the plan does not fit."""
+        return self.budget_nbytes - self.total_nbytes
+
+    def describe(self) -> str:
+        """One line with every part."""
+        return (
+            f"weights {_mb(self.weights_nbytes)} + KV {_mb(self.kv_nbytes)} + workspace "
+            f"{_mb(self.workspace_nbytes)} + reserve {_mb(self.reserve_nbytes)} = "
+            f"{_mb(self.total_nbytes)} of {_mb(self.budget_nbytes)}"
+        )
+
+    def require_fit(self, hint: str) -> None:
+        """Refuse a plan that exceeds the budget.
+
+        Raises:
+            DoesNotFitError: with every part of the plan.
+        """
+        if self.headroom_nbytes < 0:
+            raise DoesNotFitError(
+                f"the model does not fit: {self.describe()} ({_mb(-self.headroom_nbytes)} missing)",
+                hint=hint,
+            )
+
+
+def workspace_nbytes(
+    spec: ModelSpec, *, context: int, max_batch_tokens: int, max_num_seqs: int, backend: str
+) -> int:
+    """Bytes that the largest step needs beside weights and KV: an upper bound.
+
+    Counted for the worst layer, whose intermediate results live at the same time, for a prefill
+    chunk of ``max_batch_tokens`` that ends at the end of the context; then the logits of
+    ``max_num_seqs`` rows. The plain PyTorch back-end also writes out attention scores and one
+    dequantised matrix at a time.
+    """
+    tokens, f32 = max_batch_tokens, 4
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    # residual, normalised, attention output and the next residual; q, k, v before and after norm
+    attention = tokens * (4 * spec.hidden + 2 * heads + spec.num_heads * spec.head_dim)
+    width = spec.intermediate if any(not layer.moe for layer in spec.layers) else 0
+    if spec.moe is not None:
+        # each token's experts side by side: gate, up and their product, then down's outputs
+        moe = spec.moe
+        width = max(width, moe.num_experts_per_token * (moe.intermediate + spec.hidden // 2))
+    feed_forward = tokens * (4 * spec.hidden + 3 * width)
+    # raw logits, the sampler's float32 weights, float64 sums and ids of one row
+    logits = max_num_seqs * spec.vocab + 6 * spec.vocab
+    rotary = context * spec.rope.dim
+    elements = max(attention, feed_forward, logits) + rotary
+    if backend == "reference":
+        rows = min(_REFERENCE_QUERY_ROWS, tokens)
+        scores = 4 * spec.num_heads * rows * context  # scores, scaled, masked, softmax
+        gathered = 4 * spec.num_kv_heads * spec.head_dim * context
+        matrix = max(spec.vocab, spec.intermediate) * spec.hidden
+        elements += max(scores + gathered, 2 * matrix)
+    return elements * f32
+
+
+def kv_nbytes(spec: ModelSpec, kv_tokens: int, kv_format: str) -> int:
+    """Bytes of a KV pool of ``kv_tokens`` tokens over all layers."""
+    return kv_tokens * spec.kv_nbytes_per_token(KV_ELEMENT_NBYTES[kv_format])
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"

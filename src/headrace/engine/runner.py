@@ -1,0 +1,160 @@
+"""Executes a step plan: copies blocks, runs the decoder, samples the rows that want a token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.core.model_spec import ModelSpec
+from headrace.core.request import TokenLogprob
+from headrace.core.step import (
+    ClassStats,
+    MovedBytes,
+    PromptLogprobs,
+    SampledToken,
+    ScheduledChunk,
+    StepOutput,
+)
+from headrace.engine.batch import build_batch
+from headrace.engine.sampler import SamplingState, choose, logprob_of
+from headrace.kv.storage import copy_block
+from headrace.ops.records import AttentionBatch, LayerKV
+
+
+class DecoderLike(Protocol):
+    """What the runner needs of ``models.decoder.Decoder``; tests put toys here."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerKV], /
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Ranges:
+    """Seconds by named range of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Generator[None, None, None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def stats(self) -> tuple[ClassStats, ...]:
+        """Coarse ranges, with measured seconds only: operations and bytes are not counted here."""
+        return tuple(ClassStats(n, 1, 0, MovedBytes(), s) for n, s in self.seconds.items())
+
+
+class Runner:
+    """Runs chunks on one decoder and its KV cache.
+
+    Args:
+        decoder: the model.
+        kv: one cache for each layer.
+        logits_rows: rows whose logits are computed at once; bounds the memory that logits take.
+        device: where the decoder's tensors are.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        kv: list[LayerKV],
+        logits_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._block_tokens = kv[0].block_tokens
+        self._logits_rows = logits_rows
+        self._device = device
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) blocks one after the other; a target may be a later source."""
+        for source, target in copies:
+            copy_block(self._kv, source, target)
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        step: int,
+        chunks: Sequence[ScheduledChunk],
+        states: Mapping[int, SamplingState],
+        ranges: Ranges,
+    ) -> StepOutput:
+        """Run the chunks and sample. Running the same chunks again gives the same result.
+
+        Args:
+            step: the plan's number.
+            chunks: all of a plan's chunks, or some of them.
+            states: sampling state by sequence id; not changed.
+            ranges: takes the measured seconds.
+        """
+        with ranges.timed("batch"):
+            tokens, batch = build_batch(chunks, self._block_tokens, self._device)
+        with ranges.timed("decoder"):
+            hidden = self._decoder.forward(tokens, batch, self._kv)
+        scores: list[PromptLogprobs] = []
+        sampled: list[SampledToken] = []
+        rows: list[tuple[int, ScheduledChunk]] = []
+        first = 0
+        for chunk in chunks:
+            state = states[chunk.seq_id]
+            if state.scores_prompt and chunk.start + 1 < len(state.prompt):
+                with ranges.timed("prompt_logprobs"):
+                    scores.append(self._score_prompt(chunk, state, hidden[first:]))
+            first += len(chunk.token_ids)
+            if chunk.sample:
+                rows.append((first - 1, chunk))
+        for part in range(0, len(rows), self._logits_rows):
+            some = rows[part : part + self._logits_rows]
+            with ranges.timed("logits"):
+                logits = self._logits(hidden, [row for row, _ in some])
+            with ranges.timed("sampler"):
+                for values, (_, chunk) in zip(logits, some):
+                    sampled.append(_sample(values, chunk, states[chunk.seq_id]))
+        return StepOutput(step, tuple(sampled), tuple(scores))
+
+    def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        if len(rows) == hidden.shape[0]:
+            picked = hidden
+        else:
+            picked = hidden[torch.tensor(rows, device=hidden.device)]
+        return self._decoder.logits(picked).cpu().numpy()
+
+    def _score_prompt(
+        self, chunk: ScheduledChunk, state: SamplingState, hidden: torch.Tensor
+    ) -> PromptLogprobs:
+        """Log-probabilities of the prompt tokens that follow the chunk's tokens.
+
+        hidden: float32 [>= len(chunk.token_ids), D], the chunk's rows first.
+        """
+        targets = state.prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+        top = state.params.prompt_logprobs or 0
+        entries: list[TokenLogprob] = []
+        for part in range(0, len(targets), self._logits_rows):
+            some = targets[part : part + self._logits_rows]
+            logits = self._logits(hidden, range(part, part + len(some)))
+            entries.extend(logprob_of(v, t, top) for v, t in zip(logits, some))
+        return PromptLogprobs(chunk.seq_id, chunk.start + 1, tuple(entries))
+
+
+def _sample(
+    logits: npt.NDArray[np.float32], chunk: ScheduledChunk, state: SamplingState
+) -> SampledToken:
+    token_id = choose(logits, state, chunk.start + len(chunk.token_ids))
+    wanted = state.params.logprobs
+    logprob = None if wanted is None else logprob_of(logits, token_id, wanted)
+    return SampledToken(chunk.seq_id, token_id, logprob)
