@@ -207,7 +207,7 @@ class Engine:
         if not end.last:
             return replace(delta, finish_reason=end.reason)
         del self._requests[request.request.request_id]
-        self._finished[end.reason] += 1
+        self._finished[end.reason.value] += 1
         return replace(delta, finish_reason=end.reason, usage=request.usage)
 
     def _compute(self, plan: StepPlan, ranges: Ranges) -> tuple[StepOutput, list[Output]]:
@@ -251,7 +251,7 @@ class Engine:
         log.error("request %s failed: %s: %s", request_id, type(error).__name__, error)
         self._scheduler.abort(request_id)
         self._forget(live)
-        self._finished[FinishReason.ERROR] += 1
+        self._finished[FinishReason.ERROR.value] += 1
         return failure(request_id, error, is_out_of_memory(error))
 
     def _forget(self, live: LiveRequest) -> None:

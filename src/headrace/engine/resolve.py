@@ -37,6 +37,8 @@ DEFAULT_BLOCK_TOKENS = 32
 DEFAULT_KV_SHARE = 4
 # What is free now is not free later: the rest of the system gets a tenth.
 SYSTEM_SHARE = 10
+# A plan that leaves less than a twentieth of its budget is worth a warning.
+LOW_HEADROOM_SHARE = 20
 # A context that holds no useful question and answer is refused rather than offered.
 MIN_CONTEXT = 256
 
@@ -133,8 +135,22 @@ def resolve(
         experts=experts,
         plan=plan,
         choices=tuple(choices),
-        warnings=threads.warnings,
+        warnings=(*threads.warnings, *_warnings(config, backend, missing_kernels, plan)),
     )
+
+
+def _warnings(
+    config: EngineConfig, backend: str, missing_kernels: str | None, plan: MemoryPlan
+) -> tuple[str, ...]:
+    found: list[str] = []
+    if backend == "reference" and config.backend is None:
+        found.append(f"computing with plain PyTorch, which is many times slower: {missing_kernels}")
+    if plan.headroom_nbytes < plan.budget_nbytes // LOW_HEADROOM_SHARE:
+        found.append(
+            f"little memory is left: {plan.describe()}; when other programs take more, the system "
+            "will swap and everything slows down"
+        )
+    return tuple(found)
 
 
 Chosen = Callable[[str, object, str], None]
