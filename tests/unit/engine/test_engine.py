@@ -424,3 +424,15 @@ def test_close_drops_everything():
     assert engine.snapshot().kv_blocks_used == 0
     with pytest.raises(EngineDeadError):
         engine.submit(make_request("b", [1]))
+
+
+def test_b121_what_is_remembered_never_exceeds_the_pool():
+    """Ten blocks: a prompt of twelve is refused, ten prompts of three each find room in turn."""
+    engine = toy_engine(num_blocks=10)
+    with pytest.raises(ContextLengthError):
+        engine.submit(make_request("large", [1] * 12 * 16))
+    for i in range(10):
+        answer(engine, [i, *range(3 * 16 - 1)], max_tokens=2)
+        snapshot = engine.snapshot()
+        assert snapshot.kv_blocks_used == 0
+        assert 3 <= snapshot.kv_blocks_cached <= 10
