@@ -119,9 +119,7 @@ def configs(draw):
 
 @given(st.data(), configs(), st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_b110_b115_any_load_ends_with_the_right_tokens_and_all_blocks_back(
-    data, config, constant_hash
-):
+def test_b110_any_load_ends_with_the_right_tokens_and_all_blocks_back(data, config, constant_hash):
     limit = Scheduler(config).sequence_limit
     if limit < 2:
         return

@@ -96,7 +96,7 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
 
 def set_threads(resolved: Resolved) -> None:
     """Give the back-end that computes all threads, and the other one none to compete with."""
-    registry.set_num_threads(resolved.backend, resolved.threads)
+    registry.set_num_threads(resolved.threads)
     own = resolved.backend == "reference"
     torch.set_num_threads(resolved.threads if own else _TORCH_THREADS_BESIDE_KERNELS)
 

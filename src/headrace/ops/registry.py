@@ -67,11 +67,13 @@ def unavailable_reason(backend: str) -> str | None:
     return check() if check is not None else None
 
 
-def set_num_threads(backend: str, count: int) -> None:
-    """Let ``backend`` compute with ``count`` threads, where it has threads of its own."""
-    setter = getattr(importlib.import_module(f"headrace.ops.{backend}"), "set_num_threads", None)
-    if setter is not None:
-        setter(count)
+def set_num_threads(count: int) -> None:
+    """Give every back-end with threads of its own ``count`` of them, the calling one included."""
+    for backend in BACKENDS:
+        if unavailable_reason(backend) is None:
+            module = importlib.import_module(f"headrace.ops.{backend}")
+            if hasattr(module, "set_num_threads"):
+                module.set_num_threads(count)
 
 
 def resolve(backends: Sequence[str]) -> OpSet:

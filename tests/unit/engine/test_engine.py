@@ -85,7 +85,7 @@ def test_b069_characters_split_over_tokens_come_whole():
     assert cut.text == "é\ufffd"
 
 
-def test_b124_and_b126_a_prompt_that_is_too_long_is_refused_and_never_cut():
+def test_b126_an_overflow_says_code_limit_and_count():
     engine = toy_engine(ToyDecoder(), context=40)
     for length in (40, 41, 100):
         with pytest.raises(ContextLengthError) as caught:
@@ -95,6 +95,11 @@ def test_b124_and_b126_a_prompt_that_is_too_long_is_refused_and_never_cut():
         assert str(length) in caught.value.message
         assert outcome_of(caught.value).http_status == 400
     assert not engine.has_work()
+
+
+def test_b124_a_prompt_is_never_cut():
+    with pytest.raises(ContextLengthError):
+        toy_engine(context=40).submit(make_request("long", [7] * 41))
     decoder = ToyDecoder()
     prompt = [i % 50 for i in range(24)]  # 0.6 of the context
     done = answer(toy_engine(decoder, context=40), prompt, max_tokens=1)
@@ -183,7 +188,7 @@ def test_b102_an_evicted_prefix_is_a_miss_and_the_output_is_right():
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
-def test_b130_and_b154_a_cancel_frees_everything_within_a_step(steps):
+def test_b130_a_cancel_frees_everything_within_a_step(steps):
     """After one step the 200-token prompt is in prefill; after eight, the answer is decoding."""
     engine = toy_engine(prefix_cache=False)
     engine.submit(make_request("a", [9] * 200, max_tokens=100))
@@ -330,7 +335,7 @@ def test_b080_penalties_follow_each_sequence():
     assert penalised.token_ids == [65, 70, 0]
 
 
-def test_b086_and_b087_one_aligned_entry_for_each_token():
+def test_b086_one_aligned_entry_for_each_token():
     decoder = ToyDecoder()
     done = answer(toy_engine(decoder), [1, 2, 3], max_tokens=4, logprobs=2)
     entries = [e for d in done.deltas for e in d.logprobs]
@@ -424,3 +429,15 @@ def test_close_drops_everything():
     assert engine.snapshot().kv_blocks_used == 0
     with pytest.raises(EngineDeadError):
         engine.submit(make_request("b", [1]))
+
+
+def test_b121_what_is_remembered_never_exceeds_the_pool():
+    """Ten blocks: a prompt of twelve is refused, ten prompts of three each find room in turn."""
+    engine = toy_engine(num_blocks=10)
+    with pytest.raises(ContextLengthError):
+        engine.submit(make_request("large", [1] * 12 * 16))
+    for i in range(10):
+        answer(engine, [i, *range(3 * 16 - 1)], max_tokens=2)
+        snapshot = engine.snapshot()
+        assert snapshot.kv_blocks_used == 0
+        assert 3 <= snapshot.kv_blocks_cached <= 10
