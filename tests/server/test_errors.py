@@ -339,3 +339,10 @@ def test_browser_form_post_is_refused(served: Served):
     del headers["origin"]
     response = served.http.post("/v1/chat/completions", content=content, headers=headers)
     assert response.status_code == 200
+
+
+def test_a_key_that_stands_twice_is_refused(served: Served):
+    body = b'{"model": "toy", "prompt": "a", "prompt": "b"}'
+    headers = {"content-type": "application/json"}
+    response = served.http.post("/v1/completions", content=body, headers=headers)
+    assert "'prompt' stands twice" in error_of(response, 400)["message"]

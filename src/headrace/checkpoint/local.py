@@ -10,9 +10,9 @@ from typing import Any, cast
 from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.checkpoint.gguf import first_parts, read_summary, split_paths
 from headrace.checkpoint.hub_cache import cache_folder, cached_repositories
-from headrace.checkpoint.resolve import models_folder
+from headrace.checkpoint.resolve import MODELS_VARIABLE, models_folder
 from headrace.checkpoint.strict_json import read_object
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 
 # general.file_type: what most tensors are stored in (the GGUF specification's enumeration).
 _FILE_TYPES: Mapping[int, str] = {
@@ -54,6 +54,9 @@ def list_local() -> list[LocalModel]:
     """Find the models on this machine. Reads configurations and the fronts of headers only.
 
     A file that cannot be read is listed with what is wrong as its format.
+
+    Raises:
+        ConfigError: ``HEADRACE_MODELS`` names something that is no folder.
     """
     found: list[LocalModel] = []
     for alias in ALIASES.values():
@@ -66,7 +69,12 @@ def list_local() -> list[LocalModel]:
     for repo, snapshot in cached_repositories(cache_folder()):
         found.extend(_in_folder(repo, snapshot, named=repo))
     folder = models_folder()
-    if folder is not None and folder.is_dir():
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"{MODELS_VARIABLE} is {str(folder)!r}, which is no folder",
+            hint=f"unset {MODELS_VARIABLE}, or name the folder that holds your models",
+        )
+    if folder is not None:
         found.extend(_in_folder(str(folder), folder, named=None))
         for inner in sorted(p for p in folder.iterdir() if p.is_dir()):
             found.extend(_in_folder(inner.name, inner, named=inner.name))
@@ -78,7 +86,9 @@ def _in_folder(prefix: str, folder: Path, *, named: str | None) -> Iterator[Loca
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         yield _describe(prefix, folder)
         return
-    for file in first_parts(sorted(folder.rglob("*.gguf") if named else folder.glob("*.gguf"))):
+    named_gguf = folder.rglob("*.gguf") if named else folder.glob("*.gguf")
+    # A pipe or a device by such a name would block or never end.
+    for file in first_parts(sorted(p for p in named_gguf if p.is_file())):
         inside = file.relative_to(folder).as_posix()
         yield _describe(f"{named}/{inside}" if named else file.name.removesuffix(".gguf"), file)
 

@@ -13,6 +13,7 @@ from typing import Any
 from headrace import __version__
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
+from headrace.core.errors import ConfigError
 from headrace.machine.probe import Machine, importable, probe_machine
 from headrace.machine.threads import ThreadChoice, choose_threads
 
@@ -30,6 +31,8 @@ class Kernels:
 
     reasons: dict[str, str | None]
     serving: dict[str, str]
+    isa: str | None = None  # the instruction set that the C++ kernels use
+    refused: str | None = None  # why every other command will refuse to start
 
 
 def look_at_kernels() -> Kernels:
@@ -41,14 +44,19 @@ def look_at_kernels() -> Kernels:
     from headrace.ops import registry
 
     reasons: dict[str, str | None] = {}
+    refused: str | None = None
     for name in HostDevice.backends:
         try:
             reasons[name] = registry.unavailable_reason(name)
+        except ConfigError as error:
+            reasons[name] = refused = error.message
         except Exception as error:  # whatever is broken there is what the user came to read
             reasons[name] = f"cannot be imported: {type(error).__name__}: {error}"
     usable = [name for name, reason in reasons.items() if reason is None]
     try:
-        return Kernels(reasons, registry.resolve(usable).describe())
+        serving = registry.resolve(usable).describe()
+        isa = registry.instruction_set("cpu") if reasons.get("cpu", "") is None else None
+        return Kernels(reasons, serving, isa, refused)
     except Exception as error:
         return Kernels({**reasons, "registry": f"{type(error).__name__}: {error}"}, {})
 
@@ -57,7 +65,9 @@ def native_line(kernels: Kernels) -> str:
     """The state of the C++ extension in one sentence."""
     reason = kernels.reasons.get("cpu")
     if reason is None:
-        return "built, and used"
+        return "built, and used" + (f", with {kernels.isa}" if kernels.isa else "")
+    if kernels.refused:
+        return f"refused: {kernels.refused}. Other commands will not start"
     return f"not used: {reason}. The PyTorch kernels serve; they are many times slower"
 
 

@@ -160,7 +160,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, temperature: str) -> Non
     )
     add(
         "--seed",
-        type=whole_number("--seed", 0),
+        type=whole_number("--seed", -(2**63), 2**63 - 1),
         metavar="N",
         help="the same seed gives the same text",
     )

@@ -86,7 +86,8 @@ def table(rows: list[ModelRow]) -> list[str]:
     for row in rows:
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         size = format_size(row.nbytes)
-        cells.append((row.name, row.architecture, row.format, size, fits, row.why))
+        kind = row.format.split(":")[0]  # of an unreadable file; WHY says what is wrong with it
+        cells.append((row.name, row.architecture, kind, size, fits, row.why))
     widths = [max(len(c[i]) for c in cells) for i in range(5)]
     return ["  ".join([*(c[i].ljust(widths[i]) for i in range(5)), c[5]]).rstrip() for c in cells]
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 import traceback
 
-from headrace.core.errors import DoesNotFitError, HeadraceError, InternalError, outcome_of
+from headrace.core.errors import (
+    DoesNotFitError,
+    HeadraceError,
+    InternalError,
+    MachineError,
+    outcome_of,
+)
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -47,6 +54,11 @@ def as_headrace_error(error: BaseException) -> HeadraceError:
         return DoesNotFitError(
             f"the machine is out of memory{f': {error}' if str(error) else ''}",
             hint="a smaller --context, a smaller model, or more memory",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return MachineError(
+            f"cannot write: {error.strerror}" + (f": {error.filename}" if error.filename else ""),
+            hint="make room on the disk that the output goes to",
         )
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return InternalError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,6 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from headrace.cli.progress import ProgressCallback
+from headrace.cli.reporting import EXIT_INTERRUPTED
 from headrace.core import errors
 from headrace.core.config import EngineConfig
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams
@@ -127,6 +130,30 @@ class Interrupts:
             signal.signal(signal.SIGINT, previous)
 
 
+@contextmanager
+def ctrl_c_ends_at_once() -> Generator[None]:
+    """While a model loads, ctrl-C ends the process with 130 instead of raising an exception.
+
+    An exception raised inside of an import can be swallowed there: an interrupt 0.4 s after the start
+    was lost, and the answer went on for minutes. Nothing is open yet that would need an orderly end;
+    downloads resume.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if sys.stderr.isatty():
+            os.write(2, b"\x1b[?25h\n")  # the progress bar hides the cursor
+        os._exit(EXIT_INTERRUPTED)
+
+    previous = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def open_session(config: EngineConfig, progress: ProgressCallback | None) -> Session:
     """Load a model. Imports torch, and takes as long as the weights need.
 
@@ -134,9 +161,10 @@ def open_session(config: EngineConfig, progress: ProgressCallback | None) -> Ses
         HeadraceError: there is no such model, it is damaged or unsupported, or it does not fit.
     """
     start = time.perf_counter()  # importing torch is part of what the user waits for
-    from headrace.cli.text import load_text
-    from headrace.engine.engine import Engine
+    with ctrl_c_ends_at_once():
+        from headrace.cli.text import load_text
+        from headrace.engine.engine import Engine
 
-    text = load_text(config.model, progress)
-    engine = Engine.load(config, progress)
+        text = load_text(config.model, progress)
+        engine = Engine.load(config, progress)
     return Session(engine, text, load_s=time.perf_counter() - start)

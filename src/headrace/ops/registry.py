@@ -76,6 +76,12 @@ def set_num_threads(count: int) -> None:
                 module.set_num_threads(count)
 
 
+def instruction_set(backend: str) -> str | None:
+    """The CPU instruction set that ``backend`` computes with, if it has a say in that."""
+    chosen = getattr(importlib.import_module(f"headrace.ops.{backend}"), "isa", None)
+    return chosen() if chosen is not None else None
+
+
 def resolve(backends: Sequence[str]) -> OpSet:
     """Take each operation from the first of ``backends`` that is usable here and has it."""
     chosen: dict[str, Op] = {}

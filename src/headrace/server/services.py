@@ -155,8 +155,16 @@ async def read_json(request: Request) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not a JSON number")
 
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+        return found
+
     try:
-        payload = json.loads(body, parse_constant=refuse)
+        payload = json.loads(body, parse_constant=refuse, object_pairs_hook=without_repeats)
         if b"\\ud" in body or b"\\uD" in body:  # an escaped lone surrogate is not Unicode text
             json.dumps(payload, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
