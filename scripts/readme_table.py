@@ -24,11 +24,10 @@ def table(bars: dict[str, dict[str, Any]]) -> str:
     """The table, and a line with machine, date and commit for each set of them that occurs."""
     if not bars:
         return NONE_YET
-    lines = ["| bar | Headrace | peer | note |", "| --- | --- | --- | --- |"]
+    lines = ["| bar | result | beside | in detail |", "| --- | --- | --- | --- |"]
     for name, bar in sorted(bars.items()):
-        peer = cell(bar.get("peer_value"), bar.get("unit", ""))
-        if bar.get("peer"):
-            peer = f"{bar['peer']}: {peer}" if peer else str(bar["peer"])
+        # The peer's own figure stands in the note with its unit: the result is often a ratio.
+        peer = str(bar.get("peer") or "")
         note = str(bar.get("note", "")).replace("|", "/")
         lines.append(
             f"| {name} | {cell(bar.get('value'), bar.get('unit', ''))} | {peer} | {note} |"
