@@ -183,7 +183,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=0, help="default: the shape's")
     parser.add_argument("--peak-lr", type=float, default=0.0, help="default: the shape's")
     parser.add_argument("--start", type=Path, help="go on from an exported model, experts rounded")
-    parser.add_argument("--nudge", type=float, default=NUDGE, help="lift of starving experts; 0: none")
+    parser.add_argument(
+        "--nudge", type=float, default=NUDGE, help="lift of starving experts; 0: none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--resume", action="store_true")
