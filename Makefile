@@ -1,7 +1,7 @@
 # The same commands serve people, pre-commit and CI. Each is safe to run twice.
 CODE = src tests scripts benchmarks training
 
-.PHONY: help setup setup-dev demo test test-fast test-gpu fmt lint types arch docs docs-check bench clean
+.PHONY: help setup setup-dev demo demo-smollm2 test test-fast test-gpu fmt lint types arch docs docs-check bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -12,8 +12,11 @@ setup:  ## environment, torch, requirements, the C++ extension
 setup-dev:  ## the same with the tools for tests
 	@bash scripts/setup.sh --dev
 
-demo:  ## set up, fetch the demo model, answer a question
+demo:  ## set up, run the built-in mixture, show what an expert cache would hit
 	@bash scripts/demo.sh
+
+demo-smollm2:  ## set up, fetch SmolLM2 (93 MB), answer a question
+	@bash scripts/demo.sh smollm2
 
 test:  ## everything CI checks; pytest last
 	@bash scripts/check.sh

@@ -6,6 +6,8 @@ setup:
     @make setup
 demo:
     @make demo
+demo-smollm2:
+    @make demo-smollm2
 test:
     @make test
 test-gpu:

@@ -13,12 +13,7 @@ if [ -n "$TINY" ]; then
   pack eval-tiny
 fi
 train() { "$PY" -m training.train --ids "$IDS" --out "$WORK/$SHAPE" --shape "$SHAPE" "$@" 2>&1 | tail -80; }
-SECONDS=0
 train --minutes "$MINUTES" --log-every 50 ${EXTRA:-}
-if [ ! -e "$WORK/$SHAPE/model/model.safetensors" ] && [ $SECONDS -lt 150 ]; then
-  echo "again with a quarter of the batch"
-  train --minutes 4 --log-every 200 --batch-tokens 16384
-fi
 cp "$WORK/$SHAPE/log.json" "$OUT/log.json"
 timeout 90 "$PY" -m training.evaluate --model "$WORK/$SHAPE/model" --ids "$IDS" --texts "$TEXTS" --out "$WORK/eval-$SHAPE" 2>&1 | tail -12
 pack "eval-$SHAPE"

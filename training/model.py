@@ -198,7 +198,7 @@ class MixtureModel(nn.Module):
                 nn.init.zeros_(p)
 
     @torch.no_grad()
-    def feed_the_starving(self, shares: Tensor) -> None:
+    def feed_the_starving(self, shares: Tensor, nudge: float = NUDGE) -> None:
         """Raise the router's bias of experts below ``FLOOR / experts`` of their layer's choices.
 
         shares: [layers, experts] of a batch. Favourites are left alone: a gradient that levels the
@@ -207,7 +207,7 @@ class MixtureModel(nn.Module):
         """
         deficit = (1 - shares.detach() * (self.shape.experts / FLOOR)).clamp_min(0)
         for layer, lift in zip(self.layers, deficit):
-            layer.moe.router.bias += NUDGE * lift  # type: ignore[union-attr]
+            layer.moe.router.bias += nudge * lift  # type: ignore[union-attr]
 
     def quantise_experts(self, on: bool) -> None:
         for layer in self.layers:

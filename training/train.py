@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.model import SHAPES, MixtureModel, Shape
+from training.load import load_exported
+from training.model import NUDGE, SHAPES, MixtureModel, Shape
 
 QAT_SHARE = 0.15
 WARMUP = 0.02
@@ -109,8 +110,8 @@ def train(args: argparse.Namespace) -> MixtureModel:
     shape: Shape = SHAPES[args.shape]
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    model = MixtureModel(shape).to(device)
-    peak = PEAK_LR[args.shape]
+    model = (load_exported(args.start) if args.start else MixtureModel(shape)).to(device)
+    peak = args.peak_lr or PEAK_LR[args.shape]
     optimiser = optimiser_of(model, peak, device)
     batch_tokens = args.batch_tokens or BATCH_TOKENS[args.shape]
     batches = Batches(read_ids(args.ids / "train.bin.xz"), shape, batch_tokens, args.seed, device)
@@ -138,7 +139,7 @@ def train(args: argparse.Namespace) -> MixtureModel:
         progress = step / args.steps if args.steps else used / budget
         if progress >= 1 or (args.stop_after and step >= args.stop_after):
             break
-        if progress >= 1 - QAT_SHARE and not quantised:
+        if (args.start or progress >= 1 - QAT_SHARE) and not quantised:
             model.quantise_experts(True)
             quantised = True
         for group in optimiser.param_groups:
@@ -150,7 +151,7 @@ def train(args: argparse.Namespace) -> MixtureModel:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        model.feed_the_starving(share)
+        model.feed_the_starving(share, args.nudge)
         step += 1
         if step % args.log_every == 0:
             row = (step, round(used, 2), float(loss.detach()), float(balance.detach()),
@@ -180,6 +181,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="schedule by steps, not by the clock")
     parser.add_argument("--stop-after", type=int, default=0, help="stop early, to resume later")
     parser.add_argument("--batch-tokens", type=int, default=0, help="default: the shape's")
+    parser.add_argument("--peak-lr", type=float, default=0.0, help="default: the shape's")
+    parser.add_argument("--start", type=Path, help="go on from an exported model, experts rounded")
+    parser.add_argument(
+        "--nudge", type=float, default=NUDGE, help="lift of starving experts; 0: none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--resume", action="store_true")

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Sequence
 
 from headrace import __version__
-from headrace.cli import chat, doctor, models, run, serve
+from headrace.cli import chat, demo, doctor, models, run, serve
 from headrace.cli.flags import Parser
 from headrace.cli.reporting import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, prepare_streams, report
 
-COMMANDS = (run, chat, serve, models, doctor)
+COMMANDS = (run, chat, serve, models, doctor, demo)
 EPILOG = """\
 MODEL is a folder with config.json and safetensors, a .gguf file, a hub id (owner/name) or an alias
-such as smollm2. Answers go to standard output; progress and messages to standard error.
+such as tiny (built in) or smollm2. Answers go to standard output; progress and messages to standard
+error.
 Exit codes: 0 done, 2 wrong input, 3 the machine cannot do it, 4 a fault of Headrace, 130 ctrl-C.
 """
 

@@ -32,6 +32,7 @@ from headrace.engine.scheduler import Finished, Scheduler
 from headrace.engine.text_stream import Piece, TextStream
 from headrace.engine.validate import validate_request
 from headrace.kv.storage import is_out_of_memory
+from headrace.layers.moe import RoutingObserver
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Engine:
         self.observe: Callable[[StepStats], None] | None = None
         self._tokenizer = parts.tokenizer
         self._vocab = parts.decoder.spec.vocab
+        self._decoder = parts.decoder
         self._scheduler = Scheduler(parts.scheduler)
         self._runner = Runner(parts.decoder, parts.kv, parts.scheduler.max_num_seqs, parts.device)
         self._requests: dict[str, LiveRequest] = {}
@@ -115,6 +117,13 @@ class Engine:
     def has_work(self) -> bool:
         """Whether ``step`` would return or compute something."""
         return bool(self._pending) or self._scheduler.has_work()
+
+    def watch_routing(self, observer: RoutingObserver | None) -> None:
+        """Call ``observer(layer, expert ids int32 [tokens, k])`` at every mixture; None: stop.
+
+        The rows of a step are its tokens in the order of its plan. Dense models call nobody.
+        """
+        self._decoder.on_routing = observer
 
     # ---- steps ----------------------------------------------------------------------------------
 

@@ -24,11 +24,18 @@ from headrace.core.step import (
 from headrace.engine.batch import build_batch
 from headrace.engine.sampler import SamplingState, choose, logprob_of
 from headrace.kv.storage import copy_block
+from headrace.layers.moe import RoutingObserver
 from headrace.ops.records import AttentionBatch, LayerKV
 
 
 class DecoderLike(Protocol):
-    """What the runner needs of ``models.decoder.Decoder``; tests put toys here."""
+    """What the engine needs of ``models.decoder.Decoder``; tests put toys here."""
+
+    @property
+    def on_routing(self) -> RoutingObserver | None: ...
+
+    @on_routing.setter
+    def on_routing(self, observer: RoutingObserver | None, /) -> None: ...
 
     @property
     def spec(self) -> ModelSpec: ...

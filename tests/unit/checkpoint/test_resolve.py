@@ -91,6 +91,15 @@ def test_aliases_are_found_without_being_imported(
         resolve_ref("smollm2")
 
 
+def test_the_embedded_model_is_a_directory_of_headrace() -> None:
+    found = resolve_ref("tiny")
+    assert found == Path(aliases.__file__).parents[1] / "embedded" / "tiny"
+    assert (found / "model.safetensors").stat().st_size < 12_000_000
+    gone = aliases.Alias("gone", "headrace", "pip install headrace", "", "embedded/gone")
+    with pytest.raises(CheckpointError, match=r"no embedded/gone/config\.json"):
+        aliases.find_alias(gone)
+
+
 def test_an_alias_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = aliases.Alias("absent", "no_such_module", "pip install --no-deps absent", "")
     monkeypatch.setitem(aliases.ALIASES, "absent", absent)
@@ -100,15 +109,15 @@ def test_an_alias_without_its_package_says_how_to_get_it(monkeypatch: pytest.Mon
 
 def test_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "models"
-    file = gguf_at(folder / "tiny.gguf")
+    file = gguf_at(folder / "little.gguf")
     made = toy.write_qwen3_moe(folder / "toy", "nvfp4_modelopt")
     monkeypatch.setenv("HEADRACE_MODELS", str(folder))
-    assert resolve_ref("tiny") == resolve_ref("tiny.gguf") == file
+    assert resolve_ref("little") == resolve_ref("little.gguf") == file
     assert resolve_ref("toy") == made.path
     found = {m.name: m for m in list_local() if m.name not in aliases.ALIASES}
-    assert set(found) == {"tiny", "toy"}
-    assert (found["tiny"].architecture, found["tiny"].format) == ("llama", "GGUF")
-    assert found["tiny"].nbytes == file.stat().st_size
+    assert set(found) == {"little", "toy"}
+    assert (found["little"].architecture, found["little"].format) == ("llama", "GGUF")
+    assert found["little"].nbytes == file.stat().st_size
     assert (found["toy"].architecture, found["toy"].format) == ("Qwen3MoeForCausalLM", "NVFP4")
     assert found["toy"].nbytes == (made.path / "model.safetensors").stat().st_size
     for name in found:
