@@ -1,4 +1,5 @@
-"""Replays recorded routing against expert caches: least recently used, best static set, Belady.
+"""Replays recorded routing against expert caches: least recently used, decayed frequency, best static
+set, Belady.
 
 A *visit* is what one token asks of one layer: the experts it was routed to, as keys that are unique
 over the model (``layer * num_experts + expert``). All of a visit's experts are looked up at once,
@@ -15,9 +16,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 Visit = Sequence[int]
+LARGEST_WEIGHT = 1e100  # where the scores of decayed frequency are scaled down again
 NEVER = 1 << 62  # the next use of what is not used again
 
 
@@ -83,6 +85,43 @@ def replay_static(visits: Iterable[Visit], resident: frozenset[int]) -> Replay:
     for visit in visits:
         lookups += len(visit)
         hits += sum(key in resident for key in visit)
+    return Replay(lookups, hits)
+
+
+def replay_decayed(visits: Iterable[Visit], num_slots: int, half_life_visits: float) -> Replay:
+    """Keeps the experts of highest decayed frequency: a use counts half after ``half_life_visits``.
+
+    An expert that is not resident is admitted only if it outranks the lowest that is. Infinity for
+    the half-life is plain frequency.
+    """
+    growth = 2.0 ** (1.0 / half_life_visits)  # new uses weigh more, instead of old ones less
+    weight, scores = 1.0, dict[int, float]()
+    resident: set[int] = set()
+    lowest: list[tuple[float, int]] = []  # of what is resident; a score may have risen since
+    lookups = hits = 0
+    for visit in visits:
+        lookups += len(visit)
+        hits += sum(key in resident for key in visit)
+        for key in visit:
+            scores[key] = scores.get(key, 0.0) + weight
+        for key in visit if num_slots else ():
+            if key in resident:
+                continue
+            if len(resident) >= num_slots:
+                while lowest[0][0] != scores[lowest[0][1]]:
+                    stale = lowest[0][1]
+                    heapreplace(lowest, (scores[stale], stale))
+                if scores[key] <= lowest[0][0]:
+                    continue
+                resident.remove(heappop(lowest)[1])
+            resident.add(key)
+            heappush(lowest, (scores[key], key))
+        weight *= growth
+        if weight > LARGEST_WEIGHT:
+            scores = {key: score / weight for key, score in scores.items()}
+            lowest = [(scores[key], key) for key in resident]
+            heapify(lowest)
+            weight = 1.0
     return Replay(lookups, hits)
 
 

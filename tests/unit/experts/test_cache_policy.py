@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
+from fractions import Fraction
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.experts.cache_policy import (
     Replay,
     best_static_set,
     replay_belady,
+    replay_decayed,
     replay_lru,
     replay_static,
     slots_for,
@@ -98,3 +100,34 @@ def test_lru_equals_a_list_of_last_uses(seed: int) -> None:
         resident |= set(visit)
         resident = set(sorted(resident, key=lambda k: -last[k])[:5])
     assert replay_lru(visits, 5) == Replay(180, hits)
+
+
+def test_frequency_keeps_the_favourite_that_lru_loses() -> None:
+    # 1 is asked for every third time; in between come keys that are never seen again
+    visits = [(1,) if i % 3 == 0 else (100 + i,) for i in range(30)]
+    assert replay_lru(visits, 2).num_hits == 0
+    assert replay_decayed(visits, 2, float("inf")).num_hits == 9
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_decayed_frequency_equals_exact_fractions(seed: int) -> None:
+    """A half-life of one visit: exact sums of powers of two, the lowest score found by a scan."""
+    rng = Random(seed)
+    visits = [tuple(rng.sample(range(10), 2)) for _ in range(400)]  # 2^400 passes the rescaling
+    scores: dict[int, Fraction] = {}
+    resident: set[int] = set()
+    hits = 0
+    for at, visit in enumerate(visits):
+        hits += len(resident & set(visit))
+        for key in visit:
+            scores[key] = scores.get(key, Fraction(0)) + Fraction(2) ** at
+        for key in visit:
+            low = min(resident, key=lambda k: (scores[k], k), default=None)
+            if key in resident:
+                continue
+            if len(resident) < 4:
+                resident.add(key)
+            elif low is not None and scores[key] > scores[low]:
+                resident.remove(low)
+                resident.add(key)
+    assert replay_decayed(visits, 4, 1.0) == Replay(800, hits)
