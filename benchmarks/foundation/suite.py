@@ -1,6 +1,6 @@
 """Bar 01.6: how long the CPU test suite takes.
 
-    python -m benchmarks.foundation.suite [--write]
+python -m benchmarks.foundation.suite [--write]
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ are chosen on the tune parts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,10 @@ def skew(trace: RoutingTrace) -> dict[str, Any]:
     experts = trace.meta.num_experts
     counts = np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in trace.ids])
     curve = np.sort(counts, 1)[:, ::-1].cumsum(1) / counts.sum(1, keepdims=True)
-    points = {f"{r:.3f}": round(float(curve[:, round(r * experts) - 1].mean()), 4) for r in (0.1, 0.152, 0.25, 0.5)}  # fmt: skip
+    points = {
+        f"{r:.3f}": round(float(curve[:, round(r * experts) - 1].mean()), 4)
+        for r in (0.1, 0.152, 0.25, 0.5)
+    }
     return {
         "top": points,
         "curve": [round(float(v), 4) for v in curve.mean(0)],
@@ -65,7 +69,7 @@ def token_gaps(ids: np.ndarray, documents: tuple[int, ...]) -> np.ndarray:
     starts = np.cumsum((0, *documents))
     gaps: list[int] = []
     for layer in ids:
-        for begin, end in zip(starts[:-1], starts[1:], strict=True):
+        for begin, end in itertools.pairwise(starts):
             last: dict[int, int] = {}
             for at in range(begin, end):
                 for expert in layer[at].tolist():
@@ -85,9 +89,7 @@ def reuse(trace: RoutingTrace) -> dict[str, Any]:
 
 def tune_half_life(tune: Visits, slots: int, layers: int) -> float:
     """The half-life, in tokens, with the most hits on a tune part."""
-    return max(
-        HALF_LIVES_TOKENS, key=lambda n: replay_decayed(tune, slots, n * layers).num_hits
-    )
+    return max(HALF_LIVES_TOKENS, key=lambda n: replay_decayed(tune, slots, n * layers).num_hits)
 
 
 def hit_rates(
@@ -130,10 +132,14 @@ def main() -> None:
     shape = (len(first.meta.layers), first.meta.num_experts)
     everything = [v for kind in KINDS for v in tunes[kind]]
     result: dict[str, Any] = {
-        "model": first.meta.model, "layers": shape[0], "experts": shape[1],
-        "chosen": int(first.ids.shape[2]), "tokens_per_part": int(first.ids.shape[1]),
-        "published": PUBLISHED, "kinds": {},
-    }  # fmt: skip
+        "model": first.meta.model,
+        "layers": shape[0],
+        "experts": shape[1],
+        "chosen": int(first.ids.shape[2]),
+        "tokens_per_part": int(first.ids.shape[1]),
+        "published": PUBLISHED,
+        "kinds": {},
+    }
     for kind, trace in tests.items():
         rows = hit_rates(visits(trace), tunes[kind], everything, shape)
         result["kinds"][kind] = {"skew": skew(trace), "reuse": reuse(trace), "hits": rows}
