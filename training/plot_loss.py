@@ -1,6 +1,6 @@
 """Draw the loss of one or more training logs after each other.
 
-    python -m training.plot_loss OUT.png LOG.json [LOG.json ...]
+python -m training.plot_loss OUT.png LOG.json [LOG.json ...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a back-end without a display
+from matplotlib import pyplot as plt
 
 
 def points(logs: list[dict[str, Any]]) -> tuple[list[float], dict[str, list[float]], list[float]]:

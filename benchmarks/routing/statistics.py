@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ KINDS = ("prose", "code", "dialogue", "tables", "agent")
 RESIDENCIES = (0.05, 0.10, 0.152, 0.25, 0.35, 0.50, 0.75)
 PUBLISHED = {"model": "gpt-oss-120b", "residency": 0.152, "lru": 0.315}
 HALF_LIVES_TOKENS = (4, 16, 64, 256, 1024, float("inf"))
+TOP = (0.10, 0.152, 0.25, 0.50)
 REUSE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Visits = list[tuple[int, ...]]
@@ -52,10 +54,11 @@ def skew(trace: RoutingTrace) -> dict[str, Any]:
     experts = trace.meta.num_experts
     counts = np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in trace.ids])
     curve = np.sort(counts, 1)[:, ::-1].cumsum(1) / counts.sum(1, keepdims=True)
-    points = {f"{r:.3f}": round(float(curve[:, round(r * experts) - 1].mean()), 4) for r in (0.1, 0.152, 0.25, 0.5)}  # fmt: skip
+    mean = curve.mean(0)
+    points = {f"{r:.3f}": round(float(mean[round(r * experts) - 1]), 4) for r in TOP}
     return {
         "top": points,
-        "curve": [round(float(v), 4) for v in curve.mean(0)],
+        "curve": [round(float(v), 4) for v in mean],
         "top_quarter_by_layer": [round(float(v), 4) for v in curve[:, experts // 4 - 1]],
     }
 
@@ -65,7 +68,7 @@ def token_gaps(ids: np.ndarray, documents: tuple[int, ...]) -> np.ndarray:
     starts = np.cumsum((0, *documents))
     gaps: list[int] = []
     for layer in ids:
-        for begin, end in zip(starts[:-1], starts[1:], strict=True):
+        for begin, end in pairwise(starts):
             last: dict[int, int] = {}
             for at in range(begin, end):
                 for expert in layer[at].tolist():
@@ -85,9 +88,7 @@ def reuse(trace: RoutingTrace) -> dict[str, Any]:
 
 def tune_half_life(tune: Visits, slots: int, layers: int) -> float:
     """The half-life, in tokens, with the most hits on a tune part."""
-    return max(
-        HALF_LIVES_TOKENS, key=lambda n: replay_decayed(tune, slots, n * layers).num_hits
-    )
+    return max(HALF_LIVES_TOKENS, key=lambda n: replay_decayed(tune, slots, n * layers).num_hits)
 
 
 def hit_rates(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import cache
 from itertools import combinations
-from fractions import Fraction
 from random import Random
 
 import pytest
