@@ -28,7 +28,7 @@ class Words:
     sentences: tuple[str, ...]
     terms: tuple[str, ...]
     identifiers: tuple[str, ...]
-    code: tuple[str, ...]  # runs of two to twelve lines
+    code: tuple[str, ...]  # runs of three to thirteen lines
 
 
 def words_of(prose: Sequence[str], code: Sequence[str]) -> Words:

@@ -26,6 +26,11 @@ POLICIES = (
 )
 
 
+def percents(shares: dict[str, float]) -> tuple[list[int], list[float]]:
+    """x: tokens; y: percent."""
+    return [int(n) for n in shares], [100 * v for v in shares.values()]
+
+
 def skew_and_reuse(result: dict[str, Any]) -> None:
     figure, (skew, reuse) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for kind in KINDS:
@@ -34,20 +39,10 @@ def skew_and_reuse(result: dict[str, Any]) -> None:
         x = [100 * (i + 1) / len(curve) for i in range(len(curve))]
         skew.plot(x, [100 * v for v in curve], label=kind)
         within = found["reuse"]["within_tokens"]
-        reuse.semilogx(
-            [int(n) for n in within], [100 * v for v in within.values()], label=kind, base=2
-        )
+        reuse.semilogx(*percents(within), label=kind, base=2)
     skew.plot([0, 100], [0, 100], color="grey", lw=0.8, ls=":", label="even")
     even = result["kinds"]["prose"]["reuse"]["if_even"]
-    reuse.semilogx(
-        [int(n) for n in even],
-        [100 * v for v in even.values()],
-        color="grey",
-        lw=0.8,
-        ls=":",
-        label="even",
-        base=2,
-    )
+    reuse.semilogx(*percents(even), color="grey", lw=0.8, ls=":", label="even", base=2)
     skew.set(xlabel="most popular % of a layer's experts", ylabel="% of look-ups")
     reuse.set(xlabel="tokens", ylabel="% of look-ups whose expert served\nat most so long ago")
     for axis in (skew, reuse):

@@ -10,8 +10,8 @@ are chosen on the tune parts.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ KINDS = ("prose", "code", "dialogue", "tables", "agent")
 RESIDENCIES = (0.05, 0.10, 0.152, 0.25, 0.35, 0.50, 0.75)
 PUBLISHED = {"model": "gpt-oss-120b", "residency": 0.152, "lru": 0.315}
 HALF_LIVES_TOKENS = (4, 16, 64, 256, 1024, float("inf"))
+TOP = (0.10, 0.152, 0.25, 0.50)
 REUSE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Visits = list[tuple[int, ...]]
@@ -53,13 +54,11 @@ def skew(trace: RoutingTrace) -> dict[str, Any]:
     experts = trace.meta.num_experts
     counts = np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in trace.ids])
     curve = np.sort(counts, 1)[:, ::-1].cumsum(1) / counts.sum(1, keepdims=True)
-    points = {
-        f"{r:.3f}": round(float(curve[:, round(r * experts) - 1].mean()), 4)
-        for r in (0.1, 0.152, 0.25, 0.5)
-    }
+    mean = curve.mean(0)
+    points = {f"{r:.3f}": round(float(mean[round(r * experts) - 1]), 4) for r in TOP}
     return {
         "top": points,
-        "curve": [round(float(v), 4) for v in curve.mean(0)],
+        "curve": [round(float(v), 4) for v in mean],
         "top_quarter_by_layer": [round(float(v), 4) for v in curve[:, experts // 4 - 1]],
     }
 
@@ -69,7 +68,7 @@ def token_gaps(ids: np.ndarray, documents: tuple[int, ...]) -> np.ndarray:
     starts = np.cumsum((0, *documents))
     gaps: list[int] = []
     for layer in ids:
-        for begin, end in itertools.pairwise(starts):
+        for begin, end in pairwise(starts):
             last: dict[int, int] = {}
             for at in range(begin, end):
                 for expert in layer[at].tolist():
@@ -132,14 +131,10 @@ def main() -> None:
     shape = (len(first.meta.layers), first.meta.num_experts)
     everything = [v for kind in KINDS for v in tunes[kind]]
     result: dict[str, Any] = {
-        "model": first.meta.model,
-        "layers": shape[0],
-        "experts": shape[1],
-        "chosen": int(first.ids.shape[2]),
-        "tokens_per_part": int(first.ids.shape[1]),
-        "published": PUBLISHED,
-        "kinds": {},
-    }
+        "model": first.meta.model, "layers": shape[0], "experts": shape[1],
+        "chosen": int(first.ids.shape[2]), "tokens_per_part": int(first.ids.shape[1]),
+        "published": PUBLISHED, "kinds": {},
+    }  # fmt: skip
     for kind, trace in tests.items():
         rows = hit_rates(visits(trace), tunes[kind], everything, shape)
         result["kinds"][kind] = {"skew": skew(trace), "reuse": reuse(trace), "hits": rows}
