@@ -43,9 +43,11 @@ class DecoderLayer:
         feed_forward: DenseFeedForward | Mixture,
     ) -> None:
         self._ops = ops
-        self._attention_block = attention.block(attention_norm)
+        self._attention_block = None
+        if ops.has("attention_block"):
+            self._attention_block = attention.block(attention_norm)
         self._dense_block = None
-        if isinstance(feed_forward, DenseFeedForward):
+        if ops.has("dense_block") and isinstance(feed_forward, DenseFeedForward):
             self._dense_block = feed_forward.block(feed_forward_norm)
         self._attention_norm = attention_norm
         self._attention = attention
@@ -54,12 +56,12 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
-        if batch.decode:
+        if batch.decode and self._attention_block is not None:
             x = self._ops.attention_block(x, self._attention_block, cache, batch)
-            if self._dense_block is not None:
-                return self._ops.dense_block(x, self._dense_block)
         else:
             x = self._attention(self._attention_norm(x), x, batch, cache)
+        if batch.decode and self._dense_block is not None:
+            return self._ops.dense_block(x, self._dense_block)
         return self.feed_forward(self._feed_forward_norm(x), x)
 
 

@@ -34,6 +34,16 @@ OP_NAMES = (
 )
 
 
+# Operations made of others. One serves only where its back-end serves all its parts, too: a back-end that
+# brings attention of its own must not be passed over by another one's whole.
+BLOCKS = {
+    "attention_block": (
+        *("rmsnorm", "linear_group", "rope", "kv_append", "attention_decode", "linear"),
+    ),
+    "dense_block": ("rmsnorm", "gated_linear", "linear"),
+}
+
+
 @dataclass(frozen=True)
 class Op:
     """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle."""
@@ -54,6 +64,10 @@ class OpSet:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise InternalError(f"operation {name!r} has no implementation on this device")
+
+    def has(self, name: str) -> bool:
+        """Whether there is an operation ``name``: those of ``BLOCKS`` may be missing."""
+        return name in self.chosen
 
     def describe(self) -> dict[str, str]:
         """Which back-end serves each operation."""
@@ -82,6 +96,16 @@ def instruction_set(backend: str) -> str | None:
     return chosen() if chosen is not None else None
 
 
+def whole_blocks(chosen: dict[str, Op]) -> dict[str, Op]:
+    """``chosen`` without the blocks whose parts another back-end serves."""
+
+    def fits(name: str) -> bool:
+        backend = chosen[name].backend
+        return all(p in chosen and chosen[p].backend == backend for p in BLOCKS.get(name, ()))
+
+    return {name: op for name, op in chosen.items() if fits(name)}
+
+
 def resolve(backends: Sequence[str]) -> OpSet:
     """Take each operation from the first of ``backends`` that is usable here and has it."""
     chosen: dict[str, Op] = {}
@@ -90,4 +114,4 @@ def resolve(backends: Sequence[str]) -> OpSet:
             continue
         for op in importlib.import_module(f"headrace.ops.{backend}").OPS:
             chosen.setdefault(op.name, op)
-    return OpSet(chosen)
+    return OpSet(whole_blocks(chosen))
