@@ -15,7 +15,7 @@ from headrace.core.errors import InternalError
 
 # The back-end packages, each with a module-level ``OPS: tuple[Op, ...]``, or ``available() -> str |
 # None`` that says why it cannot be used here.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("triton", "cpu", "reference")
 
 OP_NAMES = (
     "embed",
