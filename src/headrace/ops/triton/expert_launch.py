@@ -70,11 +70,15 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
-    gate_up_programs: int = 3
-    gate_up_warps: int = 4
+    gate_up_programs: int = 2
+    gate_up_warps: int = 8
+    gate_up_unroll: bool = False
+    gate_up_registers: int | None = None
     down_programs: int = 4
     down_warps: int = 4
-    down_tile: int = 64
+    down_tile: int = 32
+    down_unroll: bool = True
+    down_registers: int | None = None
     gather_programs: int = 24  # on the whole GPU
     gather_warps: int = 8
     gather_words: int = 2048
@@ -166,14 +170,17 @@ class ExpertLauncher:
         common = (g.has_bias, g.hidden, g.width, g.num_slices, self._mxfp4)
         expert_gate_up[(t.gate_up_programs * self._sms,)](
             self._arena, entries, s.counts, s.pair_token, x, self._planes, self._units, self._h,
-            self._h_planes, self._h_units, which, g.slice_nbytes, *g.gate_up, *common,
+            self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
+            *g.gate_up, *common,
             _blocks_at_once(g.hidden), self._act.kind == "swiglu_clamped", self._act.alpha,
-            self._act.limit, num_warps=t.gate_up_warps,
+            self._act.limit, t.gate_up_warps, t.gate_up_unroll, num_warps=t.gate_up_warps,
+            maxnreg=t.gate_up_registers,
         )  # fmt: skip
         expert_down[(t.down_programs * self._sms,)](
             self._arena, entries, s.counts, s.pair_weight, self._h, self._h_planes, self._h_units,
-            self.partial, which, g.slice_nbytes, *g.down, *common,
-            _blocks_at_once(g.width), t.down_tile, num_warps=t.down_warps,
+            self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, *g.down, *common,
+            _blocks_at_once(g.width), t.down_tile, t.down_warps, t.down_unroll, num_warps=t.down_warps,
+            maxnreg=t.down_registers,
         )  # fmt: skip
 
     def await_cpu(self) -> None:

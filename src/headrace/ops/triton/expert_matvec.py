@@ -49,13 +49,14 @@ def expert_prepare(
         store_planes(row, planes, units, b, b < HIDDEN // BLOCK, HIDDEN, NB)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def expert_gate_up(
     arena, entries, counts, pair_token, x, planes, units, h, h_planes, h_units,
-    WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    scale_stride, WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, MXFP4: tl.constexpr,
     NB: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    WARPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice columns] = act(gate x, up x), for the ``counts[WHICH]`` entries.
 
@@ -78,7 +79,7 @@ def expert_gate_up(
                     (base + AT_CODES).to(tl.pointer_type(tl.int32)), base + AT_SCALES,
                     planes + token * (NUM_PLANES * (HIDDEN // 8)),
                     units + token * (HIDDEN // BLOCK),
-                    row, 2 * WIDTH, HIDDEN, GATE_UP_TILE, NB, HIDDEN,
+                    row, 2 * WIDTH, scale_stride, HIDDEN, GATE_UP_TILE, NB, HIDDEN, WARPS, UNROLL,
                 )  # fmt: skip
             else:
                 data = (base + AT_CODES).to(tl.pointer_type(tl.bfloat16))
@@ -102,13 +103,13 @@ def expert_gate_up(
                 tl.store(h + at, act, mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def expert_down(
     arena, entries, counts, pair_weight, h, h_planes, h_units, partial,
-    WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    scale_stride, WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, MXFP4: tl.constexpr,
-    NB: tl.constexpr, TILE: tl.constexpr,
+    NB: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN], for the entries."""
     num_tiles = (HIDDEN + TILE - 1) // TILE
@@ -125,7 +126,8 @@ def expert_down(
             if MXFP4:
                 y = mxfp4_down_rows(
                     base, AT_CODES, AT_SCALES, h_planes + pair * (NUM_PLANES * (S * WIDTH // 8)),
-                    h_units + pair * (S * WIDTH // BLOCK), piece, row, HIDDEN, WIDTH, S, NB, TILE,
+                    h_units + pair * (S * WIDTH // BLOCK), piece, row, scale_stride,
+                    HIDDEN, WIDTH, S, NB, TILE, WARPS, UNROLL,
                 )  # fmt: skip
             else:
                 data = (base + AT_CODES).to(tl.pointer_type(tl.bfloat16))
@@ -141,13 +143,14 @@ def expert_down(
 @triton.jit
 def mxfp4_down_rows(
     base, AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr, planes, units, piece, row,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, NB: tl.constexpr, TILE: tl.constexpr,
+    scale_stride, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, NB: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The slice's columns of the activation are a range of the pair's planes."""
     return mxfp4_rows(
         (base + AT_CODES).to(tl.pointer_type(tl.int32)), base + AT_SCALES,
         planes + piece * (WIDTH // 8), units + piece * (WIDTH // BLOCK),
-        row, HIDDEN, WIDTH, TILE, NB, S * WIDTH,
+        row, HIDDEN, scale_stride, WIDTH, TILE, NB, S * WIDTH, WARPS, UNROLL,
     )  # fmt: skip
 
 

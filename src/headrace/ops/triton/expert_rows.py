@@ -85,53 +85,75 @@ def _dot4(bytes_, terms, acc):
 
 
 @triton.jit
-def _load_planes(planes, at, STRIDE: tl.constexpr, mask):
-    """The five planes of one row at these words."""
-    h0 = tl.load(planes + at, mask=mask, other=0)
-    h1 = tl.load(planes + STRIDE + at, mask=mask, other=0)
-    l0 = tl.load(planes + 2 * STRIDE + at, mask=mask, other=0)
-    l1 = tl.load(planes + 3 * STRIDE + at, mask=mask, other=0)
-    minus = tl.load(planes + 4 * STRIDE + at, mask=mask, other=0)
-    return h0, h1, l0, l1, minus
+def _plane(planes, at, copies, INDEX: tl.constexpr, STRIDE: tl.constexpr, mask):
+    """One plane at these words, [1, WARPS, words]: a copy for every warp, so that each holds its own
+    in registers (a tensor smaller than the program would be spread over it and exchanged)."""
+    value = tl.load(planes + INDEX * STRIDE + at[None, :] + copies, mask=mask, other=0)
+    return value[None, :, :]
 
 
 @triton.jit
 def mxfp4_rows(
-    codes, scales, planes, units, row, num_rows, K: tl.constexpr, ROWS: tl.constexpr,
-    NB: tl.constexpr, LENGTH: tl.constexpr,
+    codes, scales, planes, units, row, num_rows, scale_stride, K: tl.constexpr, ROWS: tl.constexpr,
+    NB: tl.constexpr, LENGTH: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS]: rows ``row`` ... of a matrix times one activation.
 
-    codes: int32 pointer, rows of K / 8; scales: uint8 pointer, rows of K / 32; planes, units: the
-    activation's, of LENGTH values in all; NB: blocks of a row taken at once, a power of two.
+    codes: int32 pointer, rows of K / 8; scales: uint8 pointer, rows of K / 32 = ``scale_stride`` (an
+    argument whose divisors the compiler does not know: it would load scales in pairs and exchange
+    them); planes, units: the activation's, of LENGTH values in all; NB: blocks of a row taken at once,
+    one for each lane; WARPS: of the program. A warp takes whole rows, so loads are 512 bytes of one.
+    UNROLL: have all of a row in flight, at the price of registers.
     """
+    acc = tl.zeros([ROWS // WARPS, WARPS, NB], tl.float32)
+    if UNROLL:
+        for start in tl.static_range(0, K // BLOCK, NB):
+            acc += _blocks(
+                codes, scales, planes, units, row, num_rows, scale_stride, start,
+                K, ROWS, NB, LENGTH, WARPS,
+            )  # fmt: skip
+    else:
+        for start in range(0, K // BLOCK, NB):
+            acc += _blocks(
+                codes, scales, planes, units, row, num_rows, scale_stride, start,
+                K, ROWS, NB, LENGTH, WARPS,
+            )  # fmt: skip
+    return tl.reshape(tl.sum(acc, 2), [ROWS])
+
+
+@triton.jit
+def _blocks(
+    codes, scales, planes, units, row, num_rows, scale_stride, start, K: tl.constexpr,
+    ROWS: tl.constexpr, NB: tl.constexpr, LENGTH: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The part of ``mxfp4_rows`` that NB blocks from ``start`` make: float32 [reps, WARPS, NB]."""
+    reps: tl.constexpr = ROWS // WARPS
     r = row + tl.arange(0, ROWS)
-    b = tl.arange(0, NB)
-    word = tl.arange(0, 4)
-    ok = r < num_rows
-    acc = tl.zeros([ROWS, NB], tl.float32)
-    for start in tl.static_range(0, K // BLOCK, NB):
-        block = start + b
-        inside = block < K // BLOCK
-        at = block[None, :, None] * 4 + word[None, None, :]
-        mask = ok[:, None, None] & inside[None, :, None]
-        w = tl.load(
-            codes + r[:, None, None] * (K // 8) + at, mask=mask, other=0, eviction_policy="evict_first"
-        )
-        e = tl.load(
-            scales + r[:, None] * (K // BLOCK) + block[None, :],
-            mask=ok[:, None] & inside[None, :],
-            other=0,
-        )
-        h0, h1, l0, l1, minus = _load_planes(planes, at, LENGTH // 8, inside[None, :, None])
-        unit = tl.load(units + block, mask=inside, other=0.0)
-        u0, u1 = _unpack(w)
-        zero = tl.zeros_like(w)
-        high = _dot4(u1, h1 + zero, _dot4(u0, h0 + zero, zero))
-        low = _dot4(u1, l1 + zero, _dot4(u0, l0 + zero, minus + zero))
-        total = tl.sum(high * 256 + low, 2)
-        acc += total.to(tl.float32) * (_power_of_two(e) * unit[None, :])
-    return tl.sum(acc, 1)
+    ok = (r < num_rows)[:, None]
+    b = start + tl.arange(0, NB)
+    at = start * 4 + tl.arange(0, 4 * NB)
+    copies = tl.zeros([WARPS, 1], tl.int32)
+    inside = (at < K // 8)[None, :]
+    w = tl.load(
+        codes + r[:, None] * (K // 8) + at[None, :], mask=ok & inside, other=0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    inside_b = (b < K // BLOCK)[None, :]
+    e = tl.load(scales + r[:, None] * scale_stride + b[None, :], mask=ok & inside_b, other=0)
+    unit = tl.load(units + b[None, :] + copies, mask=inside_b & (copies == 0), other=0.0)
+    own = inside & (copies == 0)
+    h0 = _plane(planes, at, copies, 0, LENGTH // 8, own)
+    h1 = _plane(planes, at, copies, 1, LENGTH // 8, own)
+    l0 = _plane(planes, at, copies, 2, LENGTH // 8, own)
+    l1 = _plane(planes, at, copies, 3, LENGTH // 8, own)
+    minus = _plane(planes, at, copies, 4, LENGTH // 8, own)
+    u0, u1 = _unpack(tl.reshape(w, [reps, WARPS, 4 * NB]))
+    zero = tl.zeros_like(u0)
+    high = _dot4(u1, h1 + zero, _dot4(u0, h0 + zero, zero))
+    low = _dot4(u1, l1 + zero, _dot4(u0, l0 + zero, minus + zero))
+    total = tl.sum(tl.reshape(high * 256 + low, [reps, WARPS, NB, 4]), 3)
+    scale = _power_of_two(tl.reshape(e, [reps, WARPS, NB])) * unit[None, :, :]
+    return total.to(tl.float32) * scale
 
 
 @triton.jit
