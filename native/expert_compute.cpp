@@ -24,12 +24,13 @@ int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple *
 
 ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate act, const ExpertSizes& sizes, int threads)
     : layout_(layout), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
-      terms_(has_terms(layout.format)), x_groups_(term_groups(layout.hidden)), act_groups_(term_groups(layout.width)),
+      x_has_terms_(has_terms(layout.format)), act_has_terms_(has_terms(layout.down_format)),
+      factors_(layout.gate_up_factors.offset >= 0), x_groups_(term_groups(layout.hidden)), act_groups_(term_groups(layout.width)),
       units_((layout.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout.width + kTermBlock - 1) / kTermBlock) {
   const int64_t rows = sizes.pairs * layout.num_slices;
   items_.reserve(static_cast<size_t>(sizes.items));
   between_.resize(static_cast<size_t>(rows * layout.width));
-  if (terms_) {
+  if (x_has_terms_ || act_has_terms_) {
     done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
     const int64_t groups = sizes.tokens * x_groups_ + rows * act_groups_;
     term_memory_.resize(static_cast<size_t>(groups) * sizeof(TermGroup) + kTermAlignment);  // zero, and padding stays so
@@ -38,9 +39,11 @@ ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate
     act_terms_ = x_terms_ + sizes.tokens * x_groups_;
   }
   // results of a tile, gate and up of 32 columns, four expanded rows
-  scratch_each_ = up(kStripTokens * kStripRows + 2 * kTermBlock + 4 * padded(std::max(layout.hidden, layout.width)), 16);
+  scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout.hidden, layout.width)), 16);
   scratch_.resize(static_cast<size_t>(threads * scratch_each_));
 }
+
+int64_t ExpertCompute::expanded_at() const { return kStripTokens * kStripRows + 2 * kTermBlock; }
 
 ExpertFault ExpertCompute::check(const ExpertRequest& r) const {
   if (r.tokens < 1 || r.tokens > sizes_.tokens) return ExpertFault::tokens;
@@ -81,7 +84,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     row += item[3];
     total_cost_ += cost * units_;
   }
-  if (terms_)
+  if (act_has_terms_)
     for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
       done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   return ExpertFault::none;
@@ -110,23 +113,23 @@ void ExpertCompute::quantise(int worker) {
     const uint8_t* p = m.data + 2 * from.column * m.row_nbytes;
     for (int64_t at = 0; at < reading_.near_nbytes; at += 64) __builtin_prefetch(p + at);
   }
-  if (!terms_) return;
+  if (!x_has_terms_) return;
   const int64_t blocks = layout_.hidden / kTermBlock, all = request_.tokens * blocks;
   const int64_t end = all * (worker + 1) / threads_;
   for (int64_t i = all * worker / threads_; i < end; ++i) {
     const int64_t token = i / blocks, b = i % blocks;
-    expert_kernels_->quantise(request_.x + token * layout_.hidden + b * kTermBlock, layout_.format,
+    expert_kernels_->quantise(request_.x + token * layout_.hidden + b * kTermBlock, 
                               x_terms_[token * x_groups_ + b / kTermBlocks], static_cast<int>(b % kTermBlocks));
   }
 }
 
-// Rows [row0, row0 + rows) of `m` times pairs [pair0, pair0 + pairs) of the item: out[j * stride + row].
+// Rows [row0, row0 + rows) of `m` times pairs [pair0, pair0 + pairs) of the item: out[j * kStripRows + row].
 void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs,
-                            bool gate_up, float* out, int64_t stride, const Ahead& ahead, int worker) {
+                            bool gate_up, float* out, const Ahead& ahead, int worker) {
   float* to[kStripTokens];
-  for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * stride;
+  for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
   const int32_t* token = request_.pair_token + item.first + pair0;
-  if (terms_) {
+  if (gate_up ? x_has_terms_ : act_has_terms_) {
     const TermGroup* x[kStripTokens];
     for (int64_t j = 0; j < pairs; ++j) x[j] = gate_up ? x_terms(token[j]) : act_terms(item.row + pair0 + j);
     expert_kernels_->dot(m, row0, rows, x, pairs, to, ahead, reading_);
@@ -135,17 +138,18 @@ void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const I
   const float* x[kStripTokens];
   for (int64_t j = 0; j < pairs; ++j)
     x[j] = gate_up ? request_.x + token[j] * layout_.hidden : &between_[static_cast<size_t>((item.row + pair0 + j) * layout_.width)];
-  float* expanded = scratch(worker) + kStripTokens * kStripRows + 2 * kTermBlock;
+  float* expanded = scratch(worker) + expanded_at();
   tile_product(*kernels_, m, row0, rows, x, pairs, to, expanded);
 }
 
-// Bias, activation: `rows` holds n pairs of gate and up from column c0 on.
+// Bias, activation: `rows` holds gate and up of n columns from c0 on, in turn or, with factors, apart.
 void ExpertCompute::finish(const Item& item, int64_t pair, int64_t c0, int64_t n, const float* rows, int worker) {
   float *gate = scratch(worker) + kStripTokens * kStripRows, *up = gate + kTermBlock;
   const float* bias = item.slice.gate_up_bias == nullptr ? nullptr : item.slice.gate_up_bias + 2 * c0;
+  const int64_t step = factors_ ? 1 : 2, apart = factors_ ? kTermBlock : 1;
   for (int64_t i = 0; i < n; ++i) {
-    gate[i] = bias == nullptr ? rows[2 * i] : rows[2 * i] + bias[2 * i];
-    up[i] = bias == nullptr ? rows[2 * i + 1] : rows[2 * i + 1] + bias[2 * i + 1];
+    gate[i] = rows[step * i] + (bias == nullptr ? 0.0f : bias[2 * i]);
+    up[i] = rows[step * i + apart] + (bias == nullptr ? 0.0f : bias[2 * i + 1]);
   }
   float* to = &between_[static_cast<size_t>((item.row + pair) * layout_.width + c0)];
   kernels_->activate(gate, up, n, act_.kind, act_.alpha, act_.limit, to);
@@ -158,7 +162,7 @@ void ExpertCompute::complete(int64_t index, int64_t c0, int64_t c1) {
   const auto n = static_cast<int32_t>(c1 - c0);
   if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n != kTermBlock) return;
   for (int64_t j = 0; j < item.pairs; ++j)
-    expert_kernels_->quantise(&between_[static_cast<size_t>((item.row + j) * layout_.width + b * kTermBlock)], layout_.format,
+    expert_kernels_->quantise(&between_[static_cast<size_t>((item.row + j) * layout_.width + b * kTermBlock)], 
                               act_terms(item.row + j)[b / kTermBlocks], static_cast<int>(b % kTermBlocks));
 }
 
@@ -167,7 +171,12 @@ void ExpertCompute::columns(const Item& item, int64_t c0, int64_t c1, int64_t la
   for (int64_t j = 0; j < item.pairs; j += kStripTokens) {
     const int64_t n = std::min(kStripTokens, item.pairs - j);
     float* rows = scratch(worker);
-    product(item.slice.gate_up, 2 * c0, 2 * (c1 - c0), item, j, n, true, rows, kStripRows, {2 * (last - c0), next}, worker);
+    if (factors_) {  // gate and up have their own
+      product(item.slice.gate, c0, c1 - c0, item, j, n, true, rows, {last - c0, nullptr}, worker);
+      product(item.slice.up, c0, c1 - c0, item, j, n, true, rows + kTermBlock, {last - c0, nullptr}, worker);
+    } else {
+      product(item.slice.gate_up, 2 * c0, 2 * (c1 - c0), item, j, n, true, rows, {2 * (last - c0), next}, worker);
+    }
     for (int64_t t = 0; t < n; ++t) finish(item, j + t, c0, c1 - c0, rows + t * kStripRows, worker);
   }
 }
@@ -185,7 +194,7 @@ void ExpertCompute::gate_up(int worker) {
     for (int64_t c0 = first; c0 < last;) {
       const int64_t c1 = std::min(last, (c0 / kTermBlock + 1) * kTermBlock);
       columns(item, c0, c1, last, next, worker);
-      if (terms_) complete(i, c0, c1);
+      if (act_has_terms_) complete(i, c0, c1);
       c0 = c1;
     }
   }
@@ -204,7 +213,7 @@ void ExpertCompute::down(int worker) {
       const int64_t n = std::min(kStripRows, h1 - h);
       for (int64_t j = 0; j < item.pairs; j += kStripTokens) {
         const int64_t pairs = std::min(kStripTokens, item.pairs - j);
-        product(m, h, n, item, j, pairs, false, rows, kStripRows, {h1 - h, next}, worker);
+        product(m, h, n, item, j, pairs, false, rows, {h1 - h, next}, worker);
         for (int64_t t = 0; t < pairs; ++t) {
           float* y = rows + t * kStripRows;
           if (item.slice.down_bias != nullptr)

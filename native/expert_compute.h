@@ -75,9 +75,10 @@ class ExpertCompute {
   int64_t hidden_cut(int worker) const;
   void columns(const Item& item, int64_t c0, int64_t c1, int64_t last, const uint8_t* next, int worker);
   void finish(const Item& item, int64_t pair, int64_t c0, int64_t n, const float* rows, int worker);
+  int64_t expanded_at() const;
   void complete(int64_t item, int64_t c0, int64_t c1);
   void product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs, bool gate_up,
-               float* out, int64_t stride, const Ahead& ahead, int worker);
+               float* out, const Ahead& ahead, int worker);
   float* scratch(int worker) { return &scratch_[static_cast<size_t>(worker * scratch_each_)]; }
   const TermGroup* x_terms(int64_t token) const { return x_terms_ + token * x_groups_; }
   TermGroup* act_terms(int64_t row) { return act_terms_ + row * act_groups_; }
@@ -87,7 +88,7 @@ class ExpertCompute {
   const Gate act_;
   const ExpertSizes sizes_;
   const int threads_;
-  const bool terms_;
+  const bool x_has_terms_, act_has_terms_, factors_;
   const int64_t x_groups_, act_groups_, units_, blocks_;
   Reading reading_;
 

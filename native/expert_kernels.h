@@ -13,8 +13,8 @@
 
 namespace headrace {
 
-// 128 activations as terms: byte 16 b + j of half 0 goes with the low nibble j of block b, of half 1 with
-// the high one. Blocks past the row's end are zero.
+// 128 activations as terms: byte 16 b + j of half 0 is activation 2j of block b and goes with the low nibble
+// of byte j of its codes, of half 1 activation 2j + 1 and the high one. Blocks past the row's end are zero.
 struct alignas(64) TermGroup {
   int8_t high[2][64];
   int8_t low[2][64];
@@ -26,7 +26,7 @@ constexpr int64_t kTermBlock = 32;
 constexpr int64_t kTermBlocks = 4;  // of a group
 
 inline int64_t term_groups(int64_t cols) { return (cols + 127) / 128; }
-inline bool has_terms(Format f) { return f == Format::mxfp4 || f == Format::mxfp4_gguf; }
+inline bool has_terms(Format f) { return f == Format::mxfp4; }
 
 // What a thread reads after the rows at hand, so that its first bytes travel in time.
 struct Ahead {
@@ -44,7 +44,7 @@ struct Reading {
 struct ExpertKernels {
   const char* name;
   // Block `block` (0 to 3) of `to` from 32 activations.
-  void (*quantise)(const float* x, Format format, TermGroup& to, int block);
+  void (*quantise)(const float* x, TermGroup& to, int block);
   // out[t][i] = row (row0 + i) . x[t] for i < count
   void (*dot)(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
               float* const* out, const Ahead& ahead, const Reading& reading);

@@ -22,13 +22,17 @@ using Part = std::pair<int64_t, int64_t>;  // offset, bytes of a row
 
 template <class T> T* at(Address a) { return reinterpret_cast<T*>(a); }
 
-SlabLayout make_slab_layout(int format, int64_t hidden, int64_t width, int64_t num_slices, int64_t slice_nbytes,
+Format format_of(int number) {
+  if (number < 0 || number >= static_cast<int>(Format::count)) throw std::invalid_argument("unknown format number");
+  return static_cast<Format>(number);
+}
+
+SlabLayout make_slab_layout(int format, int down_format, const std::vector<int64_t>& sizes, bool block_factors,
                             const std::vector<Part>& parts) {
-  if (format < 0 || format >= static_cast<int>(Format::count)) throw std::invalid_argument("unknown format number");
-  if (parts.size() != 6) throw std::invalid_argument("slab layout: six parts");
+  if (sizes.size() != 4 || parts.size() != 8) throw std::invalid_argument("slab layout: four sizes, eight parts");
   const auto part = [&](size_t i) { return SlabPart{parts[i].first, parts[i].second}; };
-  return {static_cast<Format>(format), hidden, width, num_slices, slice_nbytes,
-          part(0), part(1), part(2), part(3), part(4), part(5)};
+  return {format_of(format), format_of(down_format), sizes[0], sizes[1], sizes[2], sizes[3], block_factors,
+          part(0), part(1), part(2), part(3), part(4), part(5), part(6), part(7)};
 }
 
 Gate gate_of(int kind, float alpha, float limit) { return {static_cast<Activation>(kind), alpha, limit}; }

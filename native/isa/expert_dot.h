@@ -1,9 +1,9 @@
 // The product of expert_kernels.h, once for all instruction sets. The file that includes this one has
 // included its vec_*.h and defines
-//   struct Codes;                                     codes of four blocks: unsigned bytes of both nibbles
-//   Codes codes_of(const uint8_t* p, int64_t stride, int blocks)   blocks <= 4, `stride` bytes apart
-//   V exact(const Codes&, const TermGroup&)           the integer sums of sixteen lanes, as float
-//   V scales_of(uint32_t bytes)                       2^(byte k - 127) in lanes 4k to 4k + 3
+//   struct Codes;                                  codes of four blocks: unsigned bytes of both nibbles
+//   Codes codes_of(const uint8_t* p, int blocks)   blocks <= 4
+//   V exact(const Codes&, const TermGroup&)        the integer sums of sixteen lanes, as float
+//   V scales_of(uint32_t bytes)                    2^(byte k - 127) in lanes 4k to 4k + 3
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -13,7 +13,7 @@
 namespace headrace::HEADRACE_NS {
 
 // Portable, so that every instruction set rounds in the same places; compilers vectorise the loops.
-static void quantise_block(const float* x, Format format, TermGroup& to, int block) {
+static void quantise_block(const float* x, TermGroup& to, int block) {
   uint32_t peak_bits = 0;
   for (int i = 0; i < 32; ++i) {
     uint32_t u;
@@ -33,11 +33,10 @@ static void quantise_block(const float* x, Format format, TermGroup& to, int blo
     std::memcpy(&v[i], &shifted, 4);
     v[i] -= 0x4b400000;
   }
-  const bool paired = format == Format::mxfp4;  // codes 2i and 2i + 1 share a byte; else j and j + 16
   int32_t halves[2][16];
   for (int j = 0; j < 16; ++j) {
-    halves[0][j] = paired ? v[2 * j] : v[j];
-    halves[1][j] = paired ? v[2 * j + 1] : v[j + 16];
+    halves[0][j] = v[2 * j];
+    halves[1][j] = v[2 * j + 1];
   }
   for (int half = 0; half < 2; ++half)
     for (int j = 0; j < 16; ++j) {
@@ -53,31 +52,11 @@ static void quantise_block(const float* x, Format format, TermGroup& to, int blo
   }
 }
 
-template <Format F> struct Stored;
-template <> struct Stored<Format::mxfp4> {
-  static constexpr int64_t kBlock = 16, kFirst = 0;
-  static inline uint32_t scales(const uint8_t*, const uint8_t* apart, int64_t g) {
-    uint32_t v;
-    std::memcpy(&v, apart + 4 * g, 4);
-    return v;
-  }
-  static inline uint32_t scale(const uint8_t*, const uint8_t* apart, int64_t b) { return apart[b]; }
-};
-template <> struct Stored<Format::mxfp4_gguf> {
-  static constexpr int64_t kBlock = 17, kFirst = 1;
-  static inline uint32_t scale(const uint8_t* row, const uint8_t*, int64_t b) { return row[17 * b]; }
-  static inline uint32_t scales(const uint8_t* row, const uint8_t* apart, int64_t g) {
-    return scale(row, apart, 4 * g) | scale(row, apart, 4 * g + 1) << 8 | scale(row, apart, 4 * g + 2) << 16 |
-           scale(row, apart, 4 * g + 3) << 24;
-  }
-};
-
 // R rows times T tokens. `near` and `far` (or null) are where the bytes to ask for begin.
-template <Format F, int R, int T>
+template <int R, int T>
 static inline void expert_block(const Matrix& m, int64_t row0, const TermGroup* const* x, float* const* out, int64_t at,
                                 const uint8_t* near, const uint8_t* far) {
-  using S = Stored<F>;
-  constexpr int64_t kStep = kTermBlocks * S::kBlock;
+  constexpr int64_t kStep = 64;  // bytes of four blocks
   constexpr int kSums = (R * T + 7) / 8 * 8;
   const int64_t blocks = m.cols / kTermBlock, whole = blocks / kTermBlocks;
   const uint8_t* rows = m.data + row0 * m.row_nbytes;
@@ -91,8 +70,10 @@ static inline void expert_block(const Matrix& m, int64_t row0, const TermGroup* 
       prefetch(near + ahead);
       if (far != nullptr) prefetch_far(far + ahead);
       const uint8_t* row = rows + r * m.row_nbytes;
-      const Codes c = codes_of(row + g * kStep + S::kFirst, S::kBlock, 4);
-      const V s = scales_of(S::scales(row, scales + r * m.scale_row_nbytes, g));
+      const Codes c = codes_of(row + g * kStep, 4);
+      uint32_t bytes;
+      std::memcpy(&bytes, scales + r * m.scale_row_nbytes + 4 * g, 4);
+      const V s = scales_of(bytes);
       for (int t = 0; t < T; ++t) acc[r][t] = fma(exact(c, x[t][g]), mul(s, load(x[t][g].scale)), acc[r][t]);
     }
   }
@@ -101,9 +82,10 @@ static inline void expert_block(const Matrix& m, int64_t row0, const TermGroup* 
       const uint8_t* row = rows + r * m.row_nbytes;
       prefetch(near + r * m.row_nbytes + whole * kStep);
       if (far != nullptr) prefetch_far(far + r * m.row_nbytes + whole * kStep);
-      const Codes c = codes_of(row + whole * kStep + S::kFirst, S::kBlock, rest);
+      const Codes c = codes_of(row + whole * kStep, rest);
       uint32_t bytes = 0;
-      for (int b = 0; b < rest; ++b) bytes |= S::scale(row, scales + r * m.scale_row_nbytes, whole * kTermBlocks + b) << (8 * b);
+      for (int b = 0; b < rest; ++b)
+        bytes |= static_cast<uint32_t>(scales[r * m.scale_row_nbytes + whole * kTermBlocks + b]) << (8 * b);
       const V s = scales_of(bytes);
       for (int t = 0; t < T; ++t) acc[r][t] = fma(exact(c, x[t][whole]), mul(s, load(x[t][whole].scale)), acc[r][t]);
     }
@@ -131,25 +113,25 @@ static inline const uint8_t* target(const Matrix& m, int64_t row0, int64_t i, co
   return ahead.next == nullptr ? here : ahead.next + beyond;
 }
 
-template <Format F, int R>
+template <int R>
 static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const TermGroup* const* x, int64_t tokens,
                                float* const* out, const Ahead& ahead, const Reading& reading) {
   const uint8_t* near = target(m, row0, i, ahead, reading.near_nbytes);
   const uint8_t* far = reading.far_nbytes == 0 ? nullptr : target(m, row0, i, ahead, reading.far_nbytes);
-  if constexpr (F == Format::mxfp4) prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
+  prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
   const uint8_t* here = m.data + (row0 + i) * m.row_nbytes;
   if (tokens == 1) {
-    expert_block<F, R, 1>(m, row0 + i, x, out, i, near, far);
+    expert_block<R, 1>(m, row0 + i, x, out, i, near, far);
     return;
   }
   for (int64_t left = tokens; left > 0;) {
     const int64_t groups = (left + 3) / 4, n = (left + groups - 1) / groups;
     if constexpr (R <= 2) {
       switch (n) {
-        case 1: expert_block<F, R, 1>(m, row0 + i, x, out, i, near, far); break;
-        case 2: expert_block<F, R, 2>(m, row0 + i, x, out, i, near, far); break;
-        case 3: expert_block<F, R, 3>(m, row0 + i, x, out, i, near, far); break;
-        default: expert_block<F, R, 4>(m, row0 + i, x, out, i, near, far); break;
+        case 1: expert_block<R, 1>(m, row0 + i, x, out, i, near, far); break;
+        case 2: expert_block<R, 2>(m, row0 + i, x, out, i, near, far); break;
+        case 3: expert_block<R, 3>(m, row0 + i, x, out, i, near, far); break;
+        default: expert_block<R, 4>(m, row0 + i, x, out, i, near, far); break;
       }
     }
     near = here;  // asked for once
@@ -160,22 +142,15 @@ static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const T
   }
 }
 
-template <Format F>
 static void expert_dot(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
                        float* const* out, const Ahead& ahead, const Reading& reading) {
   int64_t i = 0;
   if (tokens == 1 && reading.rows >= 8)
-    for (; i + 8 <= count; i += 8) expert_rows<F, 8>(m, row0, i, x, 1, out, ahead, reading);
+    for (; i + 8 <= count; i += 8) expert_rows<8>(m, row0, i, x, 1, out, ahead, reading);
   if (tokens == 1 && reading.rows >= 4)
-    for (; i + 4 <= count; i += 4) expert_rows<F, 4>(m, row0, i, x, 1, out, ahead, reading);
-  for (; i + 2 <= count; i += 2) expert_rows<F, 2>(m, row0, i, x, tokens, out, ahead, reading);
-  for (; i < count; ++i) expert_rows<F, 1>(m, row0, i, x, tokens, out, ahead, reading);
-}
-
-static void expert_dot_any(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
-                           float* const* out, const Ahead& ahead, const Reading& reading) {
-  if (m.format == Format::mxfp4) expert_dot<Format::mxfp4>(m, row0, count, x, tokens, out, ahead, reading);
-  else expert_dot<Format::mxfp4_gguf>(m, row0, count, x, tokens, out, ahead, reading);
+    for (; i + 4 <= count; i += 4) expert_rows<4>(m, row0, i, x, 1, out, ahead, reading);
+  for (; i + 2 <= count; i += 2) expert_rows<2>(m, row0, i, x, tokens, out, ahead, reading);
+  for (; i < count; ++i) expert_rows<1>(m, row0, i, x, tokens, out, ahead, reading);
 }
 
 }  // namespace headrace::HEADRACE_NS

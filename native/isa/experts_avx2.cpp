@@ -11,17 +11,17 @@ struct Codes { __m256i half[2][2]; };  // [nibble][first or second two blocks]
 
 static inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
-static inline __m256i two_blocks(const uint8_t* p, int64_t stride, int blocks) {
-  const __m128i none = _mm_setzero_si128();
-  return _mm256_set_m128i(blocks > 1 ? load16(p + stride) : none, blocks > 0 ? load16(p) : none);
+static inline __m256i two_blocks(const uint8_t* p, int blocks) {
+  if (blocks >= 2) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return blocks == 1 ? _mm256_zextsi128_si256(load16(p)) : _mm256_setzero_si256();
 }
 
-static inline Codes codes_of(const uint8_t* p, int64_t stride, int blocks) {
+static inline Codes codes_of(const uint8_t* p, int blocks) {
   const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   const __m256i mask = _mm256_set1_epi8(15);
   Codes c;
   for (int i = 0; i < 2; ++i) {
-    const __m256i q = two_blocks(p + 2 * i * stride, stride, blocks - 2 * i);
+    const __m256i q = two_blocks(p + 32 * i, blocks - 2 * i);
     c.half[0][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(q, mask));
     c.half[1][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(q, 4), mask));
   }
@@ -58,7 +58,7 @@ static inline V scales_of(uint32_t bytes) {
 
 namespace headrace {
 const ExpertKernels& avx2_expert_kernels() {
-  static constexpr ExpertKernels table{"avx2", experts_avx2::quantise_block, experts_avx2::expert_dot_any};
+  static constexpr ExpertKernels table{"avx2", experts_avx2::quantise_block, experts_avx2::expert_dot};
   return table;
 }
 }  // namespace headrace

@@ -10,13 +10,13 @@ struct Codes { uint8_t half[2][64]; };
 
 static inline void prefetch_far(const void* p) { prefetch(p); }
 
-static inline Codes codes_of(const uint8_t* p, int64_t stride, int blocks) {
+static inline Codes codes_of(const uint8_t* p, int blocks) {
   Codes c;
   std::memset(&c, 12, sizeof c);  // code 0 and its offset
   for (int b = 0; b < blocks; ++b)
     for (int j = 0; j < 16; ++j) {
-      c.half[0][16 * b + j] = static_cast<uint8_t>(kE2M1Doubled[p[b * stride + j] & 15] + 12);
-      c.half[1][16 * b + j] = static_cast<uint8_t>(kE2M1Doubled[p[b * stride + j] >> 4] + 12);
+      c.half[0][16 * b + j] = static_cast<uint8_t>(kE2M1Doubled[p[16 * b + j] & 15] + 12);
+      c.half[1][16 * b + j] = static_cast<uint8_t>(kE2M1Doubled[p[16 * b + j] >> 4] + 12);
     }
   return c;
 }
@@ -50,7 +50,7 @@ static inline V scales_of(uint32_t bytes) {
 
 namespace headrace {
 const ExpertKernels& scalar_expert_kernels() {
-  static constexpr ExpertKernels table{"scalar", experts_scalar::quantise_block, experts_scalar::expert_dot_any};
+  static constexpr ExpertKernels table{"scalar", experts_scalar::quantise_block, experts_scalar::expert_dot};
   return table;
 }
 }  // namespace headrace

@@ -11,20 +11,10 @@ struct Codes { __m512i low, high; };
 
 static inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
-static inline __m512i four_blocks(const uint8_t* p, int64_t stride, int blocks) {
-  if (stride == 16) {
-    if (blocks == 4) return _mm512_loadu_si512(p);
-    return _mm512_maskz_loadu_epi8((1ull << 16 * blocks) - 1, p);
-  }
-  __m512i q = _mm512_castsi128_si512(load16(p));
-  q = _mm512_inserti32x4(q, blocks > 1 ? load16(p + stride) : _mm_setzero_si128(), 1);
-  q = _mm512_inserti32x4(q, blocks > 2 ? load16(p + 2 * stride) : _mm_setzero_si128(), 2);
-  return _mm512_inserti32x4(q, blocks > 3 ? load16(p + 3 * stride) : _mm_setzero_si128(), 3);
-}
-
-static inline Codes codes_of(const uint8_t* p, int64_t stride, int blocks) {
+static inline Codes codes_of(const uint8_t* p, int blocks) {
   const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  const __m512i mask = _mm512_set1_epi8(15), q = four_blocks(p, stride, blocks);
+  const __m512i mask = _mm512_set1_epi8(15), 
+                q = blocks == 4 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << 16 * blocks) - 1, p);
   return {_mm512_shuffle_epi8(table, _mm512_and_si512(q, mask)),
           _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask))};
 }
@@ -51,7 +41,7 @@ static inline V scales_of(uint32_t bytes) {
 
 namespace headrace {
 const ExpertKernels& vnni_expert_kernels() {
-  static constexpr ExpertKernels table{"avx512_vnni", experts_vnni::quantise_block, experts_vnni::expert_dot_any};
+  static constexpr ExpertKernels table{"avx512_vnni", experts_vnni::quantise_block, experts_vnni::expert_dot};
   return table;
 }
 }  // namespace headrace
