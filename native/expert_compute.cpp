@@ -32,11 +32,12 @@ ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate
   between_.resize(static_cast<size_t>(rows * layout.width));
   if (x_has_terms_ || act_has_terms_) {
     done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
-    const int64_t groups = sizes.tokens * x_groups_ + rows * act_groups_;
+    const int64_t x_groups = x_has_terms_ ? sizes.tokens * x_groups_ : 0;
+    const int64_t groups = x_groups + (act_has_terms_ ? rows * act_groups_ : 0);
     term_memory_.resize(static_cast<size_t>(groups) * sizeof(TermGroup) + kTermAlignment);  // zero, and padding stays so
     const auto address = reinterpret_cast<uintptr_t>(term_memory_.data());
     x_terms_ = reinterpret_cast<TermGroup*>(up(static_cast<int64_t>(address), kTermAlignment));
-    act_terms_ = x_terms_ + sizes.tokens * x_groups_;
+    act_terms_ = x_terms_ + x_groups;
   }
   // results of a tile, gate and up of 32 columns, four expanded rows
   scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout.hidden, layout.width)), 16);
