@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "dispatch.h"
+#include "expert_module.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -142,6 +143,7 @@ NB_MODULE(_native, m) {
   nb::class_<Cache>(m, "Cache");
   nb::class_<AttentionBlock>(m, "AttentionBlock");
   nb::class_<DenseBlock>(m, "DenseBlock");
+  bind_experts(m);
   m.def("make_attention_block", &make_attention_block);
   m.def("attention_block", &py_attention_block);
   m.def("make_dense_block", [](Address norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int kind,
