@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bandwidth.h"
 #include "dispatch.h"
 #include "ops.h"
 #include "pool.h"
@@ -204,4 +205,5 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
+  bind_bandwidth(m);
 }
