@@ -29,6 +29,7 @@ UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30, "TB": 10**12, "Ti
 # CUDA graphs", 2019: 9.6 us launched one by one, 3.4 us in a graph of 2.9 us kernels, on a V100).
 GRAPH_KERNEL_S = 1.5e-6
 THREAD_WAKE_S = 10e-6
+DISK_GBPS = 7.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachinePro
         )
     rates = {"dram_read": _rate(*host.rates["dram_read"])}
     rates["cpu_flops_f32"] = _flops(*host.rates["f32"])
+    rates["disk_read"] = Rate(DISK_GBPS, "GB/s", "alone", "estimate: an NVMe drive on PCIe 4.0 x4")
     rates["thread_wake"] = Rate(THREAD_WAKE_S, "s", "alone", "estimate")
     if gpu is not None:
         rates["pcie_h2d"] = _rate(*chosen["link"].rates["pcie_h2d"])
