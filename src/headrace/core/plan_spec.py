@@ -142,13 +142,17 @@ class PlanSpec:
         """Elements that one token multiplies with: chosen experts only, no row of the embedding."""
         counts = self.weights()
         chosen = self.moe_layers * self.num_experts_per_token * self.expert_weights
-        embedding = counts["embedding"] if self.tied else 0  # a tied table is multiplied as the head
+        embedding = (
+            counts["embedding"] if self.tied else 0
+        )  # a tied table is multiplied as the head
         return self.total_weights - counts["experts"] - counts["embedding"] + chosen + embedding
 
     @property
     def expert_nbytes(self) -> int:
         """Bytes of one expert as stored."""
-        return round((self.expert_weights * self.bits("experts") + self.expert_biases * BIAS_BITS) / 8)
+        return round(
+            (self.expert_weights * self.bits("experts") + self.expert_biases * BIAS_BITS) / 8
+        )
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by kind."""

@@ -32,4 +32,6 @@ def expected_hit_rate(resident: float) -> HitRate:
     Monotonic, 0 at 0 and 1 at 1.
     """
     share = min(1.0, max(0.0, resident))
-    return HitRate(share, share**EXPONENT if share else 0.0, share**EXPONENT_AGENTS if share else 0.0)
+    return HitRate(
+        share, share**EXPONENT if share else 0.0, share**EXPONENT_AGENTS if share else 0.0
+    )

@@ -139,7 +139,10 @@ class _Builder:
             *self.split(
                 leaf.RMSNORM,
                 norms,
-                Work(vector_flops=4.0 * norms * tokens * spec.hidden, hbm_nbytes=2.0 * norms * tokens * row),
+                Work(
+                    vector_flops=4.0 * norms * tokens * spec.hidden,
+                    hbm_nbytes=2.0 * norms * tokens * row,
+                ),
             ),
         ]
         for kind in spec.attention:
@@ -158,10 +161,18 @@ class _Builder:
         """One kind of attention: projections, cache, and the attention itself."""
         spec, shape, layers, tokens = self.spec, self.shape, kind.layers, self.shape.tokens
         width = kind.heads * kind.value_dim
-        inward = self.matrix(layers * kind.qkv_weights, "attention", layers * spec.hidden, 0, tokens)
+        inward = self.matrix(
+            layers * kind.qkv_weights, "attention", layers * spec.hidden, 0, tokens
+        )
         outward = self.matrix(layers * kind.o_weights, "attention", layers * width, 0, tokens)
         bits = KV_BITS[self.placement.kv_format]
-        written = layers * tokens * (kind.cached / kind.stride + kind.index_cached / kind.stride) * bits / 8
+        written = (
+            layers
+            * tokens
+            * (kind.cached / kind.stride + kind.index_cached / kind.stride)
+            * bits
+            / 8
+        )
         decode = shape.phase == "decode"
         name = leaf.ATTENTION_DECODE if decode else leaf.ATTENTION_PREFILL
         return [
@@ -199,7 +210,9 @@ class _Builder:
         if not spec.moe_layers:
             return []
         layers = spec.moe_layers
-        router = self.matrix(layers * spec.router_weights, "router", spec.num_experts, spec.hidden, tokens)
+        router = self.matrix(
+            layers * spec.router_weights, "router", spec.num_experts, spec.hidden, tokens
+        )
         found = self.split(leaf.ROUTER, layers, router)
         used = layers * distinct_experts(spec.num_experts, spec.num_experts_per_token, tokens)
         hit = place.hit_rate if place.gpu else 0.0
@@ -210,7 +223,9 @@ class _Builder:
             found.append(Leaf(leaf.EXPERTS_GPU, layers, self.experts(used, hit), "hits"))
         if fetched:
             nbytes = used * fetched * spec.expert_nbytes
-            move = Work(pcie_nbytes=nbytes, dram_nbytes=nbytes, disk_nbytes=disk * fetched / (1 - hit))
+            move = Work(
+                pcie_nbytes=nbytes, dram_nbytes=nbytes, disk_nbytes=disk * fetched / (1 - hit)
+            )
             found.append(Leaf(leaf.EXPERT_FETCH, layers, move, "fetch"))
             found.append(Leaf(leaf.EXPERTS_GPU, layers, self.experts(used, fetched), "fetched"))
         if missed > 1e-12:
@@ -238,10 +253,15 @@ class _Builder:
         head = spec.vocab * spec.hidden
         kind = "embedding" if spec.tied else "lm_head"
         work = self.matrix(head, kind, spec.vocab, spec.hidden, batch)
-        sample = Work(hbm_nbytes=2.0 * 4 * batch * spec.vocab, special_ops=float(batch * spec.vocab))
+        sample = Work(
+            hbm_nbytes=2.0 * 4 * batch * spec.vocab, special_ops=float(batch * spec.vocab)
+        )
         if self.placement.gpu and self.placement.head_on_gpu:
             return [Leaf(leaf.LM_HEAD, 1, work, "gpu"), Leaf(leaf.SAMPLING, 1, sample, "gpu")]
-        return [Leaf(leaf.LM_HEAD, 1, on_cpu(work), "cpu"), Leaf(leaf.SAMPLING, 1, on_cpu(sample), "cpu")]
+        return [
+            Leaf(leaf.LM_HEAD, 1, on_cpu(work), "cpu"),
+            Leaf(leaf.SAMPLING, 1, on_cpu(sample), "cpu"),
+        ]
 
 
 # GPU -> CPU thread -> GPU through a flag in pinned memory, inside a graph: 3.7 us (2026-11-29, H200

@@ -113,7 +113,5 @@ def _prefill(priced: Sequence[tuple[Leaf, Priced]], moe_layers: int) -> StepTime
     # The longer of the two counts; of the shorter one only the first or the last layer shows.
     share = {True: 1.0, False: 1.0}
     share[fetch <= compute] = 1.0 / moe_layers if fetch else 1.0
-    found = [
-        PricedLeaf(one, p, p.floor_s * share[one.path == "fetch"]) for one, p in priced
-    ]
+    found = [PricedLeaf(one, p, p.floor_s * share[one.path == "fetch"]) for one, p in priced]
     return StepTime(sum(one.exposed_s for one in found), tuple(found))
