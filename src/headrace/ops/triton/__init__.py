@@ -1,0 +1,1 @@
+"""Triton kernels and cuBLAS products for CUDA GPUs."""
