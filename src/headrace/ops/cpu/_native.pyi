@@ -41,6 +41,7 @@ def attention_block(
     block_tables: int,
     sequences: int,
     table_width: int,
+    seconds: int,
     /,
 ) -> int: ...
 def make_dense_block(
@@ -54,7 +55,7 @@ def make_dense_block(
     limit: float,
     /,
 ) -> DenseBlock: ...
-def dense_block(block: DenseBlock, x: int, tokens: int, out: int, /) -> None: ...
+def dense_block(block: DenseBlock, x: int, tokens: int, out: int, seconds: int, /) -> None: ...
 def make_matrix(
     format: int,
     rows: int,
