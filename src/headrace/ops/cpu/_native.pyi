@@ -93,6 +93,7 @@ def attention_block(
     block_tables: int,
     sequences: int,
     table_width: int,
+    seconds: int,
     /,
 ) -> int: ...
 def make_dense_block(
@@ -106,7 +107,7 @@ def make_dense_block(
     limit: float,
     /,
 ) -> DenseBlock: ...
-def dense_block(block: DenseBlock, x: int, tokens: int, out: int, /) -> None: ...
+def dense_block(block: DenseBlock, x: int, tokens: int, out: int, seconds: int, /) -> None: ...
 def make_matrix(
     format: int,
     rows: int,
