@@ -149,25 +149,34 @@ class ExpertLauncher:
             _power_of_two(blocks), self._mxfp4, self._has_cpu, num_warps=4,
         )  # fmt: skip
 
-    def gather(self, layer: int) -> None:
-        """Copy the planned fetches into their slots."""
+    def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
+        """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
         expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches, self._state.counts, layer,
+            self._bases, self._arena, self._state.fetches if fetches is None else fetches, self._state.counts, layer,
             self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def hits(self, x: torch.Tensor) -> None:
         """Compute the planned hits."""
-        self._compute(x, self._state.hits, COUNT_HITS.value)
+        self.compute(x, self._state.hits, COUNT_HITS.value)
 
     def fetched(self, x: torch.Tensor) -> None:
         """Compute what ``gather`` brought."""
-        self._compute(x, self._state.fetches, COUNT_FETCHES.value)
+        self.compute(x, self._state.fetches, COUNT_FETCHES.value)
 
-    def _compute(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
+    def compute(
+        self, x: torch.Tensor, entries: torch.Tensor, which: int, only: str | None = None
+    ) -> None:
+        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
+        if only != "down":
+            self._gate_up(x, entries, which)
+        if only != "gate_up":
+            self._down(entries, which)
+
+    def _gate_up(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
         g, s, t = self._geometry, self._state, self.tuning
-        common = (g.has_bias, g.hidden, g.width, g.num_slices, self._mxfp4)
+        common = self._common()
         expert_gate_up[(t.gate_up_programs * self._sms,)](
             self._arena, entries, s.counts, s.pair_token, x, self._planes, self._units, self._h,
             self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
@@ -176,12 +185,20 @@ class ExpertLauncher:
             self._act.limit, t.gate_up_warps, t.gate_up_unroll, num_warps=t.gate_up_warps,
             maxnreg=t.gate_up_registers,
         )  # fmt: skip
+
+    def _down(self, entries: torch.Tensor, which: int) -> None:
+        g, s, t = self._geometry, self._state, self.tuning
+        common = self._common()
         expert_down[(t.down_programs * self._sms,)](
             self._arena, entries, s.counts, s.pair_weight, self._h, self._h_planes, self._h_units,
             self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, *g.down, *common,
             _blocks_at_once(g.width), t.down_tile, t.down_warps, t.down_unroll, num_warps=t.down_warps,
             maxnreg=t.down_registers,
         )  # fmt: skip
+
+    def _common(self) -> tuple[bool, int, int, int, bool]:
+        g = self._geometry
+        return g.has_bias, g.hidden, g.width, g.num_slices, self._mxfp4
 
     def await_cpu(self) -> None:
         """Wait for the CPU's answer to this layer's request, if there is one."""
