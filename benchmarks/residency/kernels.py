@@ -174,12 +174,12 @@ def part_nbytes(layout: SlabLayout, name: str) -> int:
 
 
 VARIANTS = [
-    ("gate_up", {"gate_up_programs": p, "gate_up_warps": w, "gate_up_unroll": u, "gate_up_registers": r})
-    for p, w, u, r in ((1, 8, True, None), (2, 8, True, 128), (1, 16, True, None), (2, 16, True, 64), (3, 4, True, 168))
+    ("gate_up", {"gate_up_programs": p, "gate_up_warps": w, "gate_up_tile": t, "gate_up_registers": r})
+    for p, w, t, r in ((2, 8, 16, None), (3, 8, 16, 80), (1, 16, 32, None), (2, 4, 16, None), (4, 8, 16, None))
 ] + [
-    ("down", {"down_programs": p, "down_warps": w, "down_tile": t, "down_unroll": True, "down_registers": r})
+    ("down", {"down_programs": p, "down_warps": w, "down_tile": t, "down_registers": r})
     for p, w, t, r in (
-        (3, 4, 32, None), (4, 4, 32, 128), (5, 4, 16, None), (6, 4, 16, 80), (3, 8, 32, None), (1, 8, 64, None), (4, 2, 16, None), (8, 2, 16, None),
+        (5, 4, 16, None), (6, 4, 16, 80), (2, 8, 32, None), (4, 8, 16, None), (3, 8, 32, 80), (2, 4, 32, None), (10, 4, 16, None),
     )
 ]  # fmt: skip
 
@@ -228,7 +228,7 @@ def matvec(bench: Bench, rate: float) -> list[dict[str, Any]]:
 
 def gather(bench: Bench) -> list[dict[str, Any]]:
     nbytes = bench.layout.slice_nbytes
-    count = 400
+    count = 280
     host = torch.empty(count * nbytes, dtype=torch.uint8, pin_memory=True)
     host.view(torch.int64).copy_(bench.arena.view(torch.int64)[: host.numel() // 8])
     bench.bases.fill_(host.data_ptr())
