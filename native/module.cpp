@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bandwidth.h"
 #include "dispatch.h"
 #include "expert_module.h"
 #include "ops.h"
@@ -206,4 +207,5 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
+  bind_bandwidth(m);
 }

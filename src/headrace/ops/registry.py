@@ -16,7 +16,7 @@ from headrace.ops.expert_records import CpuExperts
 
 # The back-end packages, each with a module-level ``OPS: tuple[Op, ...]``, or ``available() -> str |
 # None`` that says why it cannot be used here.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("triton", "cpu", "reference")
 
 OP_NAMES = (
     "embed",
