@@ -234,8 +234,8 @@ def variants(
         for _ in range(2):
             found.setdefault((0, 0, 0), []).append(bench.gbps(args.seconds / 2, read=True))
             for rows in (2, 4, 8):
-                for near in (512, 1024, 2048, 4096, 8192):
-                    for far in (0, 8192, 16384):
+                for near in (512, 1024, 2048, 4096):
+                    for far in (0, 4096, 8192, 16384):
                         if far > near or far == 0:
                             bench.service.tune(rows=rows, near_nbytes=near, far_nbytes=far)
                             rate = bench.gbps(args.seconds / 2, read=False)
@@ -266,8 +266,8 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="try ways to read, mxfp4 only")
     parser.add_argument("--no-copies", action="store_true")
     parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--near", type=int, default=2048)
-    parser.add_argument("--far", type=int, default=0)
+    parser.add_argument("--near", type=int, default=1024)
+    parser.add_argument("--far", type=int, default=8192)
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0))
