@@ -13,7 +13,6 @@ Pure arithmetic: no tensors and no real clock here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
@@ -125,6 +124,7 @@ def profile_rate(profile: MachineProfile, names: tuple[str, ...], *, overlapped:
     )
 
 
-def rates_of(profile: MachineProfile) -> Mapping[str, float]:
-    """All rates of a profile as plain numbers."""
-    return {name: rate.value for name, rate in profile.rates.items()}
+def _seconds(nbytes: float, gbps: float) -> float:
+    if not nbytes:
+        return 0.0
+    return nbytes / (gbps * GIGA) if gbps > 0 else float("inf")

@@ -8,7 +8,7 @@ stream back until the event, and ``synchronize`` holds the host back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -83,7 +83,7 @@ class VirtualDevice:
         return self._using(stream)
 
     @contextmanager
-    def _using(self, stream: VirtualStream) -> Iterator[VirtualStream]:
+    def _using(self, stream: VirtualStream) -> Generator[VirtualStream]:
         before, self.current = self.current, stream
         try:
             yield stream
