@@ -51,7 +51,9 @@ class GpuSide(Protocol):
     """What is measured with a GPU; see ``machine.gpu_rates.CudaSide``."""
 
     profile: GpuProfile
-    link: LinkLoad
+
+    @property
+    def link(self) -> LinkLoad: ...
 
     def hbm_read_gbps(self) -> float: ...
     def product_gflops(self, dtype: str) -> float | None: ...

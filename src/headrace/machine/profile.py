@@ -48,11 +48,17 @@ class Rate:
 
 @dataclass(frozen=True)
 class GpuProfile:
-    """The GPU. ``architecture`` is the vendor's name of the generation, such as sm_90."""
+    """The GPU. ``architecture`` is the vendor's name of the generation, such as sm_90.
+
+    ``multiprocessors``: units that a kernel's blocks are spread over, 0 if not known. ``unified``: its
+    memory is the host's, so that what lies there counts once.
+    """
 
     name: Text
     memory_nbytes: Count
     architecture: str = ""
+    multiprocessors: int = 0
+    unified: bool = False
 
 
 @dataclass(frozen=True)
