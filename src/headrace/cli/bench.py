@@ -70,10 +70,9 @@ def measure(
     """Measure and store: the profile, theoretical peaks by name of rate, and where it lies."""
     from headrace.experts.measure import expert_loads
     from headrace.machine.bandwidth import HostLoads, Measurement
-    from headrace.machine.device import HostDevice
     from headrace.machine.pages import HostBlock
     from headrace.ops.measure import read_load
-    from headrace.ops.registry import resolve
+    from headrace.ops.registry import cpu_experts
 
     machine = probe_machine()
     threads = choose_threads(machine.cpu).threads
@@ -84,9 +83,12 @@ def measure(
     peaks: dict[str, float] = {}
     try:
         with _gpu_side() as gpu:
-            loads = HostLoads(
-                read_load(block), expert_loads(resolve(HostDevice.backends), threads=threads)
-            )
+            try:
+                experts = expert_loads(cpu_experts(), threads=threads)
+            except HeadraceError as error:
+                note(f"CPU experts are left out: {error.message}")
+                experts = {}
+            loads = HostLoads(read_load(block), experts)
             profile = Measurement(machine, loads, gpu, link, progress).run()
             if gpu is not None:
                 peaks = gpu.peaks()

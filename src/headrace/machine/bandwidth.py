@@ -28,8 +28,7 @@ from headrace.machine.profile import (
 )
 from headrace.machine.threads import best_threads, choose_threads, thread_candidates
 
-ReadLoad = Callable[[int, Sequence[int], float], float]  # threads, CPUs, seconds -> GB/s
-ExpertLoad = Callable[[int, float], float]  # threads, seconds -> GB/s
+Load = Callable[[int, Sequence[int], float], float]  # threads, CPUs, seconds -> GB/s
 Progress = Callable[[str, float], None]
 
 # The format by which the number of threads is chosen: the one of the models that need two paths most.
@@ -65,8 +64,8 @@ class GpuSide(Protocol):
 class HostLoads:
     """What the CPU is measured with. ``experts``: format -> opens its load (which takes memory)."""
 
-    read: ReadLoad
-    experts: Mapping[str, Callable[[], AbstractContextManager[ExpertLoad]]]
+    read: Load
+    experts: Mapping[str, Callable[[], AbstractContextManager[Load]]]
 
 
 @dataclass
@@ -138,6 +137,10 @@ class Measurement:
     def _cpus(self, threads: int) -> Sequence[int]:
         return choose_threads(self.machine.cpu, threads).cpus
 
+    def _load(self, load: Load, threads: int) -> float:
+        """GB/s of a load, for a point that decides something."""
+        return load(threads, self._cpus(threads), 2 * self.seconds)
+
     def _beside(self, kind: str, load: Callable[[], float]) -> tuple[float, float]:
         """GB/s of a host load and of link traffic at the same time."""
         assert self.gpu is not None
@@ -170,28 +173,24 @@ class Measurement:
         if THREADS_FORMAT in self.loads.experts:
             with self.loads.experts[THREADS_FORMAT]() as load:
                 name = f"cpu_experts_{THREADS_FORMAT}"
-                self._choose(candidates, name, lambda n: load(n, 2 * self.seconds))
+                self._choose(candidates, name, load)
         else:
-            self._choose(
-                candidates,
-                "dram_read",
-                lambda n: self.loads.read(n, self._cpus(n), 2 * self.seconds),
-            )
+            self._choose(candidates, "dram_read", self.loads.read)
         for suffix in ("", OVERLAPPED):  # the curve has the best count among its points
             rate = self.rates.get(f"dram_read_t{self.best}{suffix}")
             if rate is not None:
                 self.rates[f"dram_read{suffix}"] = rate
 
-    def _choose(self, candidates: Sequence[int], name: str, load: Callable[[int], float]) -> None:
+    def _choose(self, candidates: Sequence[int], name: str, load: Load) -> None:
         """Without a GPU the fastest count alone; with one, that of the largest sum of both paths."""
         together: dict[int, float] = {}
         for n in candidates:
             how = f"{n} threads"
-            alone = load(n)
+            alone = self._load(load, n)
             self._add(f"{name}_t{n}", alone, how)
             together[n] = alone
             if self.gpu is not None:
-                host, link = self._beside("gather", lambda n=n: load(n))
+                host, link = self._beside("gather", lambda n=n: self._load(load, n))
                 self._add(f"{name}_t{n}{OVERLAPPED}", host, f"{how}, beside a PCIe gather")
                 together[n] = host + link
         self.best = best_threads(together)
@@ -206,11 +205,9 @@ class Measurement:
             if name in self.rates:
                 continue
             with opened() as load:
-                self._add(name, load(self.best, 2 * self.seconds), how)
+                self._add(name, self._load(load, self.best), how)
                 if self.gpu is not None:
-                    host, _ = self._beside(
-                        "gather", lambda load=load: load(self.best, 2 * self.seconds)
-                    )
+                    host, _ = self._beside("gather", lambda load=load: self._load(load, self.best))
                     self._add(f"{name}{OVERLAPPED}", host, f"{how}, beside a PCIe gather")
 
     def _cpu_products(self) -> None:
@@ -226,11 +223,10 @@ class Measurement:
     def _link(self, gpu: GpuSide) -> None:
         names = {"h2d": "copy engine", "d2h": "copy engine", "gather": "kernel of 24 programs"}
         read = f"beside a read loop of {self.best} threads"
-        cpus = self._cpus(self.best)
         for kind in LINK_KINDS:
             how = f"{names[kind]}, pinned memory in pieces of 64 MiB"
             self._add(f"pcie_{kind}", gpu.link.rate_alone(kind, 2 * self.seconds), how)
-            _, link = self._beside(kind, lambda: self.loads.read(self.best, cpus, 2 * self.seconds))
+            _, link = self._beside(kind, lambda: self._load(self.loads.read, self.best))
             self._add(f"pcie_{kind}{OVERLAPPED}", link, f"{how}, {read}")
 
     def _gpu(self, gpu: GpuSide) -> None:
