@@ -8,7 +8,9 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bandwidth.h"
 #include "dispatch.h"
+#include "expert_module.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -142,6 +144,7 @@ NB_MODULE(_native, m) {
   nb::class_<Cache>(m, "Cache");
   nb::class_<AttentionBlock>(m, "AttentionBlock");
   nb::class_<DenseBlock>(m, "DenseBlock");
+  bind_experts(m);
   m.def("make_attention_block", &make_attention_block);
   m.def("attention_block", &py_attention_block);
   m.def("make_dense_block", [](Address norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int kind,
@@ -204,4 +207,5 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
+  bind_bandwidth(m);
 }
