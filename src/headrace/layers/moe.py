@@ -67,15 +67,6 @@ class Mixture:
         self._experts = experts
         self.on_routing: RoutingObserver | None = None
 
-<<<<<<< HEAD
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, valid: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x (normalised) and residual: float32 [T, D] -> float32 [T, D].
-
-        valid: bool [T], False for rows that no expert is to be computed for; None: all of them.
-        """
-=======
     @property
     def router_weight(self) -> PackedTensor:
         """[E, D] as stored."""
@@ -88,9 +79,13 @@ class Mixture:
             return self._experts.weights[self._index]
         return None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x (normalised) and residual: float32 [T, D] -> float32 [T, D]."""
->>>>>>> explain
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x (normalised) and residual: float32 [T, D] -> float32 [T, D].
+
+        valid: bool [T], False for rows that no expert is to be computed for; None: all of them.
+        """
         ids, weights = self._router(x)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)
