@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.numeric import FORMATS
 
 # Kinds of weights, in the order in which tables print them.
-KINDS = (
+KINDS: tuple[str, ...] = (
     "embedding",
     "lm_head",
     "attention",

@@ -112,8 +112,8 @@ def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
     B_P is what the link delivers; B_C what the CPU works through meanwhile: its kernels' rate, or what
     the fetches leave of the memory channels, whichever is less.
     """
-    link = _gbps(machine, "pcie_h2d", "pcie", engine.reach, 1.0)
-    channels = _gbps(machine, "dram_read", "dram", engine.reach, 1.0)
+    link = _gbps(machine, "pcie_h2d", "pcie", engine)
+    channels = _gbps(machine, "dram_read", "dram", engine)
     kernels = channels * engine.kernel.get("dram", 1.0)
     cpu = min(kernels, max(0.0, channels - link))
     if "dram_read_overlapped" in machine.rates:
@@ -122,12 +122,10 @@ def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
     return link / (link + cpu) if link + cpu else 0.0
 
 
-def _gbps(
-    machine: MachineProfile, rate: str, resource: str, reach: object, default: float
-) -> float:
+def _gbps(machine: MachineProfile, rate: str, resource: str, engine: EngineModel) -> float:
+    """What a plain copy or read gets of a rate; 0 where the machine has none."""
     value = machine.rates[rate].value if rate in machine.rates else 0.0
-    share = reach.get(resource, default) if isinstance(reach, dict) else default
-    return value * (1.0 if measured(machine, resource) else share)
+    return value * (1.0 if measured(machine, resource) else engine.reach.get(resource, 1.0))
 
 
 def placement_of(layout: Layout, workload: Workload, hits: float, share: float) -> Placement:
