@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.load import load_exported
 from training.model import NUDGE, SHAPES, MixtureModel, Shape
 
 QAT_SHARE = 0.15
@@ -110,7 +109,7 @@ def train(args: argparse.Namespace) -> MixtureModel:
     shape: Shape = SHAPES[args.shape]
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    model = (load_exported(args.start) if args.start else MixtureModel(shape)).to(device)
+    model = MixtureModel(shape).to(device)
     peak = args.peak_lr or PEAK_LR[args.shape]
     optimiser = optimiser_of(model, peak, device)
     batch_tokens = args.batch_tokens or BATCH_TOKENS[args.shape]
@@ -139,7 +138,7 @@ def train(args: argparse.Namespace) -> MixtureModel:
         progress = step / args.steps if args.steps else used / budget
         if progress >= 1 or (args.stop_after and step >= args.stop_after):
             break
-        if (args.start or progress >= 1 - QAT_SHARE) and not quantised:
+        if progress >= 1 - QAT_SHARE and not quantised:
             model.quantise_experts(True)
             quantised = True
         for group in optimiser.param_groups:
@@ -182,7 +181,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, default=0, help="stop early, to resume later")
     parser.add_argument("--batch-tokens", type=int, default=0, help="default: the shape's")
     parser.add_argument("--peak-lr", type=float, default=0.0, help="default: the shape's")
-    parser.add_argument("--start", type=Path, help="go on from an exported model, experts rounded")
     parser.add_argument(
         "--nudge", type=float, default=NUDGE, help="lift of starving experts; 0: none"
     )

@@ -11,10 +11,14 @@ Within a slice, in this order, each part at a multiple of ``PART_ALIGNMENT`` byt
 - ``gate_up_scales``: as many rows of scales, for formats that keep scales apart
 - ``down``: ``hidden`` rows of ``width`` weights
 - ``down_scales``
+- ``gate_up_factors``, ``down_factors``: float32 that multiply, for ``nvfp4`` and ``fp8_e4m3``. One of
+  a matrix (gate's, then up's; down's), or for fp8 in blocks of 128 x 128 one row for each band of 128
+  rows (of gate_up row 2b gate's band b, row 2b + 1 up's) with one factor for each 128 columns
 - ``gate_up_bias``: float32 [2 * width], in the order of the rows
 - ``down_bias``: float32 [hidden]; zero in all slices but the first, so that every slice adds it
 
-Pure arithmetic: no tensors here.
+Experts stored as ``mxfp4_gguf`` lie in slabs as ``mxfp4``: the same numbers, nibbles and scales in the
+order that the kernels read. Pure arithmetic: no tensors here.
 """
 
 from __future__ import annotations
@@ -32,6 +36,15 @@ PREFERRED_SLICES = 4
 # Formats whose scales are a part of their own: weights that share one byte of scale.
 _SCALES_APART = {"mxfp4": 32, "nvfp4": 16}
 _CODES_NBYTES = {"mxfp4": (2, 1), "nvfp4": (2, 1)}  # weights, bytes
+# Formats with float32 factors beside their codes, and the rows and columns that share one, if in blocks.
+_FACTORS = ("nvfp4", "fp8_e4m3")
+FACTOR_BLOCK = 128
+_STORED_AS = {"mxfp4_gguf": "mxfp4"}
+
+
+def slab_format(fmt: str) -> str:
+    """The format in which slabs hold experts that a checkpoint stores in ``fmt``."""
+    return _STORED_AS.get(fmt, fmt)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,9 @@ class SlabPart:
 class SlabLayout:
     """The layout of every slab of a model. Make it with ``slab_layout``."""
 
-    format: str  # key of core.numeric.FORMATS
+    format: str  # of gate and up, key of core.numeric.FORMATS
+    down_format: str
+    block_factors: bool  # fp8 with a factor for each 128 x 128
     hidden: int
     intermediate: int
     num_slices: int
@@ -79,50 +94,99 @@ class SlabLayout:
 
 
 def slab_layout(
-    fmt: str, hidden: int, intermediate: int, *, has_bias: bool, num_slices: int | None = None
+    fmt: str,
+    hidden: int,
+    intermediate: int,
+    *,
+    has_bias: bool,
+    num_slices: int | None = None,
+    down_format: str | None = None,
+    block_factors: bool = False,
 ) -> SlabLayout:
     """Lay out the slices of an expert [intermediate, hidden] stored in ``fmt``.
 
     Args:
         num_slices: of one expert; the admissible count nearest to ``PREFERRED_SLICES`` if None.
+        down_format: of the down matrix where it differs (GGUF files mix block types).
+        block_factors: fp8 with one factor for each 128 x 128 weights instead of one a matrix.
 
     Raises:
         ConfigError: the dimensions are not whole blocks of the format, or the slices are not.
     """
-    block = FORMATS[fmt].block_weights
-    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+    fmt, down = slab_format(fmt), slab_format(down_format or fmt)
+    for name, size, of in (("hidden", hidden, fmt), ("intermediate", intermediate, down)):
+        block = FORMATS[of].block_weights
         if size % block:
             raise ConfigError(
-                f"experts in {fmt}: {name} is {size}, expected a multiple of {block}",
+                f"experts in {of}: {name} is {size}, expected a multiple of {block}",
                 hint="blocks cannot be cut; convert the experts to another format",
             )
+    block_factors = block_factors and "fp8_e4m3" in (fmt, down)
+    units, unit = _units(intermediate, FORMATS[down].block_weights, block_factors)
     if num_slices is None:
-        num_slices = _nearest_count(intermediate // block)
-    elif num_slices < 1 or intermediate // block % num_slices:
+        num_slices = _nearest_count(units)
+    elif num_slices < 1 or units % num_slices:
         raise ConfigError(
-            f"experts in {fmt}: {num_slices} slices of {intermediate} columns, expected a count that "
-            f"divides {intermediate // block} (blocks of {block})",
+            f"experts in {down}: {num_slices} slices of {intermediate} columns, expected a count that "
+            f"divides {units} (blocks of {unit})",
             hint="leave the number of slices out to have it chosen",
         )
     width = intermediate // num_slices
-    parts: list[SlabPart] = []
-    end = 0
-
-    def add(name: str, rows: int, row_nbytes: int) -> None:
-        nonlocal end
-        parts.append(SlabPart(name, end, rows, row_nbytes))
-        end = _up(end + rows * row_nbytes, PART_ALIGNMENT)
-
-    for name, rows, cols in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
-        add(name, rows, _codes_nbytes(fmt, cols))
-        if fmt in _SCALES_APART:
-            add(f"{name}_scales", rows, cols // _SCALES_APART[fmt])
+    parts = _Parts()
+    for name, rows, cols, of in (
+        ("gate_up", 2 * width, hidden, fmt),
+        ("down", hidden, width, down),
+    ):
+        parts.add(name, rows, _codes_nbytes(of, cols))
+        if of in _SCALES_APART:
+            parts.add(f"{name}_scales", rows, cols // _SCALES_APART[of])
+    for name, of in (("gate_up", fmt), ("down", down)):
+        if of in _FACTORS:
+            blocked = block_factors and of == "fp8_e4m3"
+            parts.add(f"{name}_factors", *_factors(name, hidden, width, blocked))
     if has_bias:
-        add("gate_up_bias", 1, 4 * 2 * width)
-        add("down_bias", 1, 4 * hidden)
+        parts.add("gate_up_bias", 1, 4 * 2 * width)
+        parts.add("down_bias", 1, 4 * hidden)
     return SlabLayout(
-        fmt, hidden, intermediate, num_slices, has_bias, tuple(parts), _up(end, SLICE_ALIGNMENT)
+        format=fmt,
+        down_format=down,
+        block_factors=block_factors,
+        hidden=hidden,
+        intermediate=intermediate,
+        num_slices=num_slices,
+        has_bias=has_bias,
+        parts=tuple(parts.found),
+        slice_nbytes=_up(parts.end, SLICE_ALIGNMENT),
     )
+
+
+class _Parts:
+    """Places one part after another."""
+
+    def __init__(self) -> None:
+        self.found: list[SlabPart] = []
+        self.end = 0
+
+    def add(self, name: str, rows: int, row_nbytes: int) -> None:
+        self.found.append(SlabPart(name, self.end, rows, row_nbytes))
+        self.end = _up(self.end + rows * row_nbytes, PART_ALIGNMENT)
+
+
+def _units(intermediate: int, block: int, block_factors: bool) -> tuple[int, int]:
+    """Pieces that a slice may not cut, along the intermediate dimension: how many, and how long."""
+    if not block_factors:
+        return intermediate // block, block
+    if intermediate % FACTOR_BLOCK:  # the last block is cut short: nothing else may be
+        return 1, intermediate
+    return intermediate // FACTOR_BLOCK, FACTOR_BLOCK
+
+
+def _factors(name: str, hidden: int, width: int, blocked: bool) -> tuple[int, int]:
+    """Rows of a slice's factors and their bytes."""
+    if not blocked:
+        return 1, 4 * (2 if name == "gate_up" else 1)
+    across, along = -(-hidden // FACTOR_BLOCK), -(-width // FACTOR_BLOCK)
+    return (2 * along, 4 * across) if name == "gate_up" else (across, 4 * along)
 
 
 def _codes_nbytes(fmt: str, cols: int) -> int:

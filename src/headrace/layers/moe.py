@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -13,19 +14,51 @@ from headrace.ops.registry import OpSet
 RoutingObserver = Callable[[int, torch.Tensor], None]
 
 
-class Mixture:
-    """sum of weight * expert(x) over the chosen experts, + residual."""
+class MixtureExecutor(Protocol):
+    """Computes the chosen experts of every mixture of a model, wherever their weights are.
 
-    __slots__ = ("_act", "_experts", "_layer", "_moe", "_router", "on_routing")
+    ``layer`` counts the mixtures, from 0: in a model whose first layer is dense, the second layer's
+    mixture is number 0. x: float32 [T, D]; ids: int32 [T, k], -1 contributes nothing; weights:
+    float32 [T, k]. Returns float32 [T, D], which the caller may change.
+    """
 
-    def __init__(
-        self, ops: OpSet, layer: int, router: Router, experts: ExpertWeights, act: Activation
-    ) -> None:
+    def __call__(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, /
+    ) -> torch.Tensor: ...
+
+
+class InMemoryExperts:
+    """All experts where the rest of the model is: one ``ops.moe`` call for each mixture."""
+
+    __slots__ = ("_act", "_experts", "_moe")
+
+    def __init__(self, ops: OpSet, experts: Sequence[ExpertWeights], act: Activation) -> None:
         self._moe = ops.moe
+        self._experts = tuple(experts)
+        self._act = act
+
+    def __call__(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``MixtureExecutor``."""
+        return self._moe(x, ids, weights, self._experts[layer], self._act)
+
+
+class Mixture:
+    """sum of weight * expert(x) over the chosen experts, + residual.
+
+    Args:
+        layer: number of the layer in the model, what ``on_routing`` is told.
+        index: number of the mixture among the mixtures, what ``experts`` is told.
+    """
+
+    __slots__ = ("_experts", "_index", "_layer", "_router", "on_routing")
+
+    def __init__(self, layer: int, index: int, router: Router, experts: MixtureExecutor) -> None:
         self._layer = layer
+        self._index = index
         self._router = router
         self._experts = experts
-        self._act = act
         self.on_routing: RoutingObserver | None = None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -33,4 +66,4 @@ class Mixture:
         ids, weights = self._router(x)
         if self.on_routing is not None:
             self.on_routing(self._layer, ids)
-        return self._moe(x, ids, weights, self._experts, self._act).add_(residual)
+        return self._experts(self._index, x, ids, weights).add_(residual)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from headrace.checkpoint.records import Checkpoint
 from headrace.core.errors import InternalError
-from headrace.core.model_spec import ModelSpec, MoeSpec
+from headrace.core.model_spec import ModelSpec
 from headrace.core.weight_shapes import (
     attention_shapes,
     core_shapes,
@@ -21,17 +21,20 @@ from headrace.formats.base import PackedTensor
 from headrace.layers.attention import Attention, AttentionShape, AttentionWeights
 from headrace.layers.dense import DenseFeedForward
 from headrace.layers.linear import Linear
-from headrace.layers.moe import Mixture
+from headrace.layers.moe import InMemoryExperts, Mixture, MixtureExecutor
 from headrace.layers.norm import Norm
 from headrace.layers.rope import build_rope_table
 from headrace.layers.router import Router
 from headrace.machine.device import Device
 from headrace.models.decoder import Decoder, DecoderLayer
-from headrace.models.weights import FLOAT_FORMATS, WeightSource, split_rows, transpose_stacked
+from headrace.models.expert_weights import ExpertReader
+from headrace.models.weights import WeightSource
 from headrace.ops.records import Activation, ExpertWeights, RopeTable
 from headrace.ops.registry import OpSet
 
-Shapes = dict[str, tuple[int, ...]]
+# Makes what computes the experts out of those of every mixture, in order. They are views into the
+# checkpoint on the host, valid as long as the factory or its product holds them.
+ExecutorFactory = Callable[[ModelSpec, Sequence[ExpertWeights]], MixtureExecutor]
 
 
 def load_model(
@@ -40,6 +43,7 @@ def load_model(
     device: Device,
     *,
     max_positions: int | None = None,
+    executor_factory: ExecutorFactory | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Decoder:
     """Build the decoder.
@@ -49,6 +53,8 @@ def load_model(
         ops: the operations that the decoder calls.
         device: where the weights go; on the host they stay where they are mapped.
         max_positions: rows of the rotary table; the model's whole context if None.
+        executor_factory: takes the experts, left where they are mapped; None: they go to the device
+            with everything else.
         progress: called with ("weights", fraction done) after every layer.
 
     Raises:
@@ -75,6 +81,7 @@ def load_model(
         device=device.torch_device,
     )
     builder = _LayerBuilder(checkpoint, source, spec, ops, table)
+    builder.make_executor(executor_factory)
     layers: list[DecoderLayer] = []
     for index in range(spec.num_layers):
         layers.append(builder.layer(index))
@@ -104,15 +111,27 @@ class _LayerBuilder:
         ops: OpSet,
         table: RopeTable,
     ) -> None:
-        self._transposed = (
-            checkpoint.kind == "safetensors" and checkpoint.family.unquantised_experts_transposed
-        )
-        self._tensors = checkpoint.tensors
+        self._checkpoint = checkpoint
         self._source = source
         self._spec = spec
         self._ops = ops
         self._table = table
         self._act = Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit)
+        self._mixtures = [i for i, layer in enumerate(spec.layers) if layer.moe]
+        self._executor: MixtureExecutor | None = None
+
+    def make_executor(self, factory: ExecutorFactory | None) -> None:
+        """Hand the experts of all mixtures to what will compute them."""
+        moe = self._spec.moe
+        if moe is None or not self._mixtures:
+            return
+        source = self._source if factory is None else self._source.on_host()
+        reader = ExpertReader(self._checkpoint, source, moe, expert_shapes(self._spec, moe))
+        experts = [reader.read(f"layers.{i}.") for i in self._mixtures]
+        if factory is None:
+            self._executor = InMemoryExperts(self._ops, experts, self._act)
+        else:
+            self._executor = factory(self._spec, experts)
 
     def layer(self, index: int) -> DecoderLayer:
         spec, prefix = self._spec, f"layers.{index}."
@@ -163,7 +182,7 @@ class _LayerBuilder:
 
     def _mixture(self, index: int, prefix: str) -> Mixture:
         moe = self._spec.moe
-        if moe is None:
+        if moe is None or self._executor is None:
             raise InternalError(f"layer {index} is a mixture, but the model has no MoeSpec")
         shapes = router_shapes(self._spec, moe)
         matrix = self._source.small(prefix + "router", shapes["router"])
@@ -171,56 +190,5 @@ class _LayerBuilder:
         if "router_bias" in shapes:
             bias = self._source.small(prefix + "router_bias", shapes["router_bias"])
         linear = Linear(self._ops, PackedTensor("f32", tuple(matrix.shape), {"data": matrix}), bias)
-        experts = self._experts(prefix, moe, expert_shapes(self._spec, moe))
-        return Mixture(self._ops, index, Router(self._ops, linear, moe), experts, self._act)
-
-    def _experts(self, prefix: str, moe: MoeSpec, shapes: Shapes) -> ExpertWeights:
-        if self._source.has(prefix + "experts.gate_up"):
-            gate, up = self._joined(prefix, moe, shapes["experts.gate"])
-        else:
-            gate = self._each(prefix, "gate", moe, shapes)
-            up = self._each(prefix, "up", moe, shapes)
-        down = self._each(prefix, "down", moe, shapes)
-        if not moe.expert_bias:
-            return ExpertWeights(gate, up, down)
-        gate_bias, up_bias = self._gate_up_bias(prefix, moe, shapes)
-        down_bias = self._source.small(prefix + "experts.down_bias", shapes["experts.down_bias"])
-        return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
-
-    def _joined(
-        self, prefix: str, moe: MoeSpec, half: tuple[int, ...]
-    ) -> tuple[list[PackedTensor], list[PackedTensor]]:
-        shape = (half[0], 2 * half[1], half[2])
-        stacked = self._stacked(prefix + "experts.gate_up", shape)
-        gate, up = split_rows(stacked, interleaved=moe.gate_up_interleaved)
-        experts = range(moe.num_experts)
-        return [gate.expert(e) for e in experts], [up.expert(e) for e in experts]
-
-    def _each(self, prefix: str, name: str, moe: MoeSpec, shapes: Shapes) -> list[PackedTensor]:
-        """One matrix of every expert, from a stacked tensor or from one tensor each."""
-        shape = shapes[f"experts.{name}"]
-        experts = range(moe.num_experts)
-        if self._source.has(f"{prefix}experts.0.{name}"):
-            return [self._source.packed(f"{prefix}experts.{e}.{name}", shape[1:]) for e in experts]
-        stacked = self._stacked(f"{prefix}experts.{name}", shape)
-        return [stacked.expert(e) for e in experts]
-
-    def _stacked(self, name: str, shape: tuple[int, ...]) -> PackedTensor:
-        raw = self._tensors.get(name)
-        if raw is not None and self._transposed and raw.format in FLOAT_FORMATS:
-            return transpose_stacked(self._source.packed(name, (shape[0], shape[2], shape[1])))
-        return self._source.packed(name, shape)
-
-    def _gate_up_bias(
-        self, prefix: str, moe: MoeSpec, shapes: Shapes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = shapes["experts.gate_bias"]
-        if not self._source.has(prefix + "experts.gate_up_bias"):
-            return (
-                self._source.small(prefix + "experts.gate_bias", shape),
-                self._source.small(prefix + "experts.up_bias", shape),
-            )
-        joined = self._source.small(prefix + "experts.gate_up_bias", (shape[0], 2 * shape[1]))
-        if moe.gate_up_interleaved:
-            return joined[:, 0::2].contiguous(), joined[:, 1::2].contiguous()
-        return joined[:, : shape[1]].contiguous(), joined[:, shape[1] :].contiguous()
+        router = Router(self._ops, linear, moe)
+        return Mixture(index, self._mixtures.index(index), router, self._executor)

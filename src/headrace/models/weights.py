@@ -26,6 +26,12 @@ class WeightSource:
         self._device = device
         self._taken: set[str] = set()
 
+    def on_host(self) -> WeightSource:
+        """The same source, its tensors left where they are mapped; it remembers for both."""
+        source = WeightSource(self._checkpoint, torch.device("cpu"))
+        source._taken = self._taken
+        return source
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this canonical name."""
         return name in self._checkpoint.tensors

@@ -28,7 +28,7 @@ def ids(tmp_path: Path) -> Path:
 def arguments(ids: Path, out: Path, **changes: object) -> argparse.Namespace:
     values = {
         "ids": ids, "out": out, "shape": "toy", "minutes": 1.0, "steps": 10, "stop_after": 0,
-        "batch_tokens": 128, "peak_lr": 0.0, "start": None, "nudge": 0.02, "seed": 3,
+        "batch_tokens": 128, "peak_lr": 0.0, "nudge": 0.02, "seed": 3,
         "log_every": 1, "resume": False, "cpu": True,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
