@@ -98,7 +98,7 @@ def memory() -> list[Row]:
             "bytes",
             "x",
             2.56,
-            lambda: KV_BITS["bf16"] / KV_BITS["nvfp4+fp8"],
+            lambda: KV_BITS["bf16"] / KV_BITS["nvfp4k-fp8v"],
         ),
         Row(
             "mpfa",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import CheckpointError, ConfigError
@@ -49,7 +49,7 @@ def _read_folder(path: Path) -> PlanSpec:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} holds a {type(config).__name__}, not an object")
-    return spec_from_config(config, path.resolve().name)
+    return spec_from_config(cast("dict[str, Any]", config), path.resolve().name)
 
 
 def _read_checkpoint(ref: str, name: str) -> PlanSpec:
@@ -103,7 +103,9 @@ def read_machine(ref: str) -> MachineProfile:
     if path.suffix == ".json" or path.is_file():
         if not path.is_file():
             raise ConfigError(f"--machine: there is no file {ref}", param="--machine")
-        return MachineProfile.load(path)
+        from headrace.cli.plan_here import complete
+
+        return complete(MachineProfile.load(path))
     return known_machine(ref)
 
 

@@ -63,8 +63,9 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
                 yield name, on(with_rate(machine, rate, 2.0))
     if "dram_read" in machine.rates:
         yield "twice the memory channels", on(with_rate(machine, "dram_read", 2.0))
-    if KV_BITS[work.kv_format] > KV_BITS["q8_0"]:
-        yield "KV cache in 8 bits (q8_0)", under(replace(work, kv_format="q8_0"))
+    for name in ("fp8", "nvfp4k-fp8v"):
+        if KV_BITS[work.kv_format] > KV_BITS[name]:
+            yield f"KV cache in {name}", under(replace(work, kv_format=name))
     half = work.context // 2
     if half >= 1:
         shorter = replace(work, context=half, prompt=min(work.prompt, half))

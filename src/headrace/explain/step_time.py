@@ -12,7 +12,7 @@ slower of link and GPU, plus one layer's share of the other: the first fetch or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.plan_spec import PlanSpec
 from headrace.explain import leaf
@@ -76,10 +76,19 @@ def step_time(
         MachineError: the machine has no rate that the step needs.
     """
     leaves = [*step_leaves(spec, shape, placement), *_launches(spec, placement, engine)]
+    machine = _in_a_graph(machine)
     priced = [(one, price(one.work, machine, engine.efficiency(one, machine))) for one in leaves]
     if shape.phase == "prefill":
         return _prefill(priced, max(1, spec.moe_layers))
     return _decode(priced, engine)
+
+
+def _in_a_graph(machine: MachineProfile) -> MachineProfile:
+    """The machine with the kernels of a graph, which start faster than one by one."""
+    if "graph_kernel" not in machine.rates:
+        return machine
+    rates = {**machine.rates, "kernel_launch": machine.rates["graph_kernel"]}
+    return replace(machine, rates=rates)
 
 
 def _launches(spec: PlanSpec, placement: Placement, engine: EngineModel) -> list[Leaf]:
