@@ -30,7 +30,9 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
         max_tokens=tokens, top_k=k, num_experts=shape.num_experts,
         num_slices=shape.num_slices, hidden=layout.hidden,
     )  # fmt: skip
-    request = tuple(at // 4 for at in (where.header, where.items, where.pair_token, where.pair_weight))
+    request = tuple(
+        at // 4 for at in (where.header, where.items, where.pair_token, where.pair_weight)
+    )
     geometry = expert_state.PlanGeometry(
         shape.num_layers, shape.num_experts, shape.num_slices, shape.num_slots, shape.max_fetch,
         shape.window, tokens, k, request,
@@ -116,6 +118,7 @@ def test_hits_fetches_and_cpu_add_up(
 
 def _answer(block: torch.Tensor, where, layout: SlabLayout, slabs: torch.Tensor, act) -> None:
     """What the CPU's service does, in float64."""
+
     def ints(at: int, n: int) -> list[int]:
         return block[at // 4 : at // 4 + n].tolist()
 
