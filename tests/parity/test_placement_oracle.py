@@ -39,7 +39,7 @@ from tests.fixtures.smollm2_text import smollm2_path
 pytestmark = [needs_native, pytest.mark.smollm2]
 
 FLOAT_BOUND = 1e-5
-TERMS_BOUND = 1e-3
+TERMS_BOUND = 4e-4
 TEXT = (
     "A river runs through the valley, and the people who live beside it have learned to read the "
     "water: when it rises, they move their boats to higher ground."
@@ -129,7 +129,7 @@ def test_b028_mxfp4_gives_the_same_greedy_tokens_on_the_expert_kernels(
     # Where the best token leads by more than the kernels can err, it stays the best.
     best = expected.topk(2).values
     clear = best[:, 0] - best[:, 1] > 2 * TERMS_BOUND * expected.abs().max()
-    assert int(clear.sum()) > 0.9 * len(text)
+    assert int(clear.sum()) > 0.8 * len(text)
     assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
 
 
