@@ -15,7 +15,7 @@ the GPU's plan kernel has the same bits:
                                        v = ((f_0 + FLOOR_0) * q) * q
 
     ranking, once a step:  units in slots by (value, unit), ascending, values as of the step's begin
-    a victim for layer l:  of the first WINDOW units of the ranking that are still in their slots and
+    a victim for layer l:  of the first WINDOW * num_slices units of the ranking that are still in their slots and
                            whose expert was not used in this step, the smallest
                            v * TURN[distance], ties to the earlier one in the ranking;
                            distance = (layer(unit) - l - 1) mod L, layers that pass before its turn
@@ -163,7 +163,7 @@ class LruPolicy:
 # mixture's traces (2026-11-29); the floors are rates of 0.02, 0.003 and 0.0005 a step over 1 - DECAY.
 HALF_LIVES = (2.0, 16.0, 512.0)
 FLOOR_RATES = (0.02, 0.003, 0.0005)
-WINDOW = 16
+WINDOW = 16  # experts' worth of units
 TURN_OCTAVES = 2.5  # log2 by which a turn just passed counts less than one that comes next
 ADMISSION_OCTAVES = 1.5
 
@@ -183,8 +183,8 @@ class ValueConstants:
     window: int
 
 
-def value_constants(num_layers: int) -> ValueConstants:
-    """The constants for a model of so many layers."""
+def value_constants(num_layers: int, num_slices: int = 1) -> ValueConstants:
+    """The constants for a model of so many layers and slices an expert."""
     exact = [2.0 ** (-1.0 / half_life) for half_life in HALF_LIVES]
     floors = [rate / (1.0 - decay) for rate, decay in zip(FLOOR_RATES, exact, strict=True)]
     turns = [2.0 ** (-TURN_OCTAVES * (d + 1) / num_layers) for d in range(num_layers)]
@@ -193,7 +193,7 @@ def value_constants(num_layers: int) -> ValueConstants:
         tuple(_float32(*floors)),
         tuple(_float32(*turns)),
         _float32(2.0**-ADMISSION_OCTAVES)[0],
-        WINDOW,
+        WINDOW * num_slices,
     )
 
 
@@ -206,7 +206,7 @@ class ValuePolicy:
 
     def __init__(self, shape: CacheShape, constants: ValueConstants | None = None) -> None:
         self.shape = shape
-        self.constants = constants or value_constants(shape.num_layers)
+        self.constants = constants or value_constants(shape.num_layers, shape.num_slices)
         self._counters = [array("f", bytes(4 * shape.num_all)) for _ in HALF_LIVES]
         self._values = self._worth(self._counters)
         self._slots: dict[int, None] = {}

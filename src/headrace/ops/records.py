@@ -27,6 +27,78 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
+class SealedKV:
+    """The paged keys and values of one layer, quantised page by page.
+
+    P = tokens of a page (block), D = head_dim, b = block, h = key/value head, t = row in the page.
+    A page that is full lies in the tensors indexed by block; one that is not, and those that are
+    filled within the step, lie in bf16 in an *open* page (``OpenBatch``).
+
+    key_codes: uint8 [num_blocks, Hkv, P, D / 2], NVFP4: byte i holds channel i in its low nibble and
+        channel i + D / 2 in its high one; or uint8 [num_blocks, Hkv, P, D], E4M3, for ``fp8``
+    key_scales: uint8 [num_blocks, Hkv, P, D / 16] or None: E4M3; scale j belongs to the bytes 8 j to
+        8 j + 7, that is to channels 8 j ... 8 j + 7 and D / 2 + 8 j ... D / 2 + 8 j + 7
+    key_residuals: uint8 [num_blocks, Hkv, P, R] or None: E4M3, in units of 16 g
+    key_refs: bfloat16 [num_blocks, Hkv, D] or None: the page's reference vector r
+    value_codes: uint8 [num_blocks, Hkv, D, P], E4M3, transposed
+    page_scales: float32 [num_blocks, Hkv, 2]: key scale g and value scale, both powers of two
+    first_keys: bfloat16 [num_first, Hkv, 16, D] or None: keys of rows 0 to 15 of a page that is its
+        sequence's first, by block (such blocks have ids below num_first); their codes are zero
+    directions: float32 [Hkv, R, D] or None: the rows of U^T
+    open_keys, open_values: bfloat16 [num_shared + layers * num_own, Hkv, P, D]: the open pages of
+        all layers; slot n of this layer is row n where n < num_shared, else n + open_offset
+
+    The key that a reader of a full page sees, with codes c, scales s and residuals e::
+
+        k = r + g * s * E2M1[c] + U (16 g e),   v = value_scale * E4M3[value code]
+    """
+
+    key_codes: torch.Tensor
+    key_scales: torch.Tensor | None
+    key_residuals: torch.Tensor | None
+    key_refs: torch.Tensor | None
+    value_codes: torch.Tensor
+    page_scales: torch.Tensor
+    first_keys: torch.Tensor | None
+    directions: torch.Tensor | None
+    open_keys: torch.Tensor
+    open_values: torch.Tensor
+    num_shared: int
+    open_offset: int
+
+    @property
+    def block_tokens(self) -> int:
+        return self.key_codes.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.value_codes.shape[2]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.key_residuals is None else self.key_residuals.shape[3]
+
+
+LayerCache = LayerKV | SealedKV
+
+
+@dataclass(frozen=True)
+class OpenBatch:
+    """Where a step's rows lie while their pages fill; only for ``SealedKV``.
+
+    rows: int64 [T], where each row's key goes: open slot * P + row in the page
+    pages: int32 [S, W], the open slot of each page that the sequence writes to in this step, from
+        that of its first new row on; unused entries are 0. Decoding has W = 1.
+    seals: int32 [N, 3], the pages that become full: block, open slot, and 1 if it is the first page
+        of its sequence, else 0. Rows whose block is negative are padding.
+    """
+
+    rows: torch.Tensor
+    pages: torch.Tensor
+    seals: torch.Tensor
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """A ragged batch: the rows of sequence ``s`` are ``query_start[s]`` to ``query_start[s + 1]``.
 
@@ -39,6 +111,9 @@ class AttentionBatch:
     positions: int64 [T]
     slots: int64 [T], where each row's key goes: block * block_tokens + row in the block
     decode: every sequence has exactly one row
+    valid: bool [T], False for rows that pad a captured batch: their keys go to a block of nobody's,
+        and no expert is computed for them. None: every row counts.
+    open: where the rows of pages that are not full lie, for caches whose pages are sealed
     """
 
     query_start: torch.Tensor
@@ -47,6 +122,8 @@ class AttentionBatch:
     positions: torch.Tensor
     slots: torch.Tensor
     decode: bool
+    valid: torch.Tensor | None = None
+    open: OpenBatch | None = None
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_the_value_policy_equals_a_naive_float32_model(num_slices: int) -> None:
     layers, experts, slots = 5, 12, 17
     rng = np.random.default_rng(7)
     policy = ValuePolicy(CacheShape(layers, experts, slots, num_slices))
-    constants = value_constants(layers)
+    constants = value_constants(layers, num_slices)
     decay, floor, turn = (np.float32(v) for v in (constants.decay, constants.floor, constants.turn))
     counters = np.zeros((3, layers * experts), np.float32)
     resident: set[int] = set()

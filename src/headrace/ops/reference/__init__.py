@@ -1,6 +1,6 @@
 """Every operation in plain, readable PyTorch: the oracle of the parity tests, and the fallback."""
 
-from headrace.ops.reference import attention, block, dense, mixture
+from headrace.ops.reference import attention, attention_lowbit, block, dense, mixture
 from headrace.ops.registry import Op
 
 # Largest |difference| / largest |value| to a float64 oracle: sums of up to a few thousand float32
@@ -18,6 +18,9 @@ OPS: tuple[Op, ...] = (
     Op("kv_append", "reference", attention.kv_append, 0.0),
     Op("attention_prefill", "reference", attention.attention, _SUM),
     Op("attention_decode", "reference", attention.attention, _SUM),
+    Op("sealed_append", "reference", attention_lowbit.sealed_append, 0.0),
+    Op("sealed_attention_prefill", "reference", attention_lowbit.sealed_attention, _SUM),
+    Op("sealed_attention_decode", "reference", attention_lowbit.sealed_attention, _SUM),
     Op("router_topk", "reference", mixture.router_topk, _ELEMENT),
     Op("moe", "reference", mixture.moe, _SUM),
     Op("attention_block", "reference", block.attention_block, 3 * _SUM),

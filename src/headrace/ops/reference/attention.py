@@ -64,7 +64,7 @@ def attention(
             keys, values = _gather(cache, batch.block_tables[seq], first, context)
             distance = positions[:, None] - torch.arange(first, context, device=q.device)
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            out[start:stop] = _attend(q[start:stop], keys, values, hidden, scale, sinks)
+            out[start:stop] = attend(q[start:stop], keys, values, hidden, scale, sinks)
     return out
 
 
@@ -83,7 +83,7 @@ def _gather(
     return rows(cache.keys), rows(cache.values)
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
