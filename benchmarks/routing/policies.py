@@ -1,10 +1,10 @@
 """Every trace through every policy: hit rates beside Belady's optimum, and bar 02.6.
 
-    python -m benchmarks.routing.policies --write      # replay, keep results/routing/policies.json
-    python -m benchmarks.routing.policies --record     # of that file: bar 02.6 into results/bars.json
+    python -m benchmarks.routing.policies --write [--parts test,tune,generated]   # replay and keep
+    python -m benchmarks.routing.policies --record     # of what was kept: bar 02.6 into bars.json
 
 The value policy's constants were chosen on the tune parts; the bar is judged on the test parts. Some
-ten minutes of one core; without a flag the rows are printed only.
+ten minutes of one core; rows are kept in benchmarks/results/routing/policies.json, part by part.
 """
 
 from __future__ import annotations
@@ -121,14 +121,21 @@ def bar(rows: Sequence[dict[str, Any]], *, write: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--parts", default="test,tune,generated")
     parser.add_argument("--record", action="store_true", help="do not replay: record what was kept")
     args = parser.parse_args()
     if args.record:
         bar(json.loads(OUT.read_text())["rows"], write=True)
         return
-    rows = [*recorded("test"), *recorded("tune"), *generated()]
-    bar(rows, write=False)
+    parts = args.parts.split(",")
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows += generated() if part == "generated" else recorded(part)
+    if "test" in parts:
+        bar(rows, write=False)
     if args.write:
+        kept = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
+        rows = [r for r in kept if r["part"] not in parts] + rows
         OUT.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(found) for found in rows)
         OUT.write_text(f'{{"rows": [\n{lines}\n]}}\n')
