@@ -16,7 +16,7 @@ from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
 from headrace.machine.probe import Machine, importable, probe_machine
 from headrace.machine.profile import MachineProfile
-from headrace.machine.profile_store import age_days, profile_of
+from headrace.machine.profile_store import age_days, profile_of, with_profile
 from headrace.machine.threads import ThreadChoice, choose_threads
 
 
@@ -203,8 +203,10 @@ def report(
 
 
 def run(args: argparse.Namespace) -> int:
-    machine = probe_machine(gpus=True)
-    threads = choose_threads(machine.cpu)
+    machine = with_profile(probe_machine(gpus=True))
+    threads = choose_threads(
+        machine.cpu, reserve=1 if machine.gpus else 0, measured=machine.measured_threads
+    )
     kernels, accounts = look_at_kernels(), look_at_accounts(machine)
     if args.json:
         print(json.dumps(report(machine, threads, kernels, accounts), indent=2))

@@ -22,6 +22,7 @@ from headrace.engine.scheduler import SchedulerConfig
 from headrace.kv.storage import allocate_kv, is_out_of_memory
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
+from headrace.machine.profile_store import with_profile
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
@@ -48,7 +49,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     checkpoint = open_checkpoint(
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
-    machine = probe_machine(gpus=config.device != "cpu")
+    machine = with_profile(probe_machine(gpus=config.device != "cpu"))
     resolved = resolve(
         config,
         checkpoint.spec,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ from headrace.ops.records import ExpertWeights
 
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[str, float], None]
-Task = tuple[int, Callable[[], None]]  # the layer it belongs to, and the work
 # Experts that each thread lets the disk read ahead: 13 MB each for gpt-oss, so that requests of all
 # threads together keep an SSD's queue full while they copy.
 _AHEAD = 2
@@ -44,7 +43,7 @@ class LoadTimes:
     """Where the time of a load went.
 
     ``thread_s``: seconds by part (``read``, ``repack``, ``first_touch``, ``write`` summed over all
-    threads; ``pin`` of the calling thread, beside the others). Divided by ``threads`` a sum is the
+    threads; ``pin`` and ``random`` by the clock). Divided by ``threads`` a sum is the
     part's share of the wall clock.
     """
 
@@ -70,7 +69,8 @@ class LoadTimes:
 
     def wall_s(self, part: str) -> float:
         """The part's share of the wall clock."""
-        return self.thread_s.get(part, 0.0) / (1 if part == "pin" else self.threads)
+        by_clock = part in ("pin", "random")
+        return self.thread_s.get(part, 0.0) / (1 if by_clock else self.threads)
 
     def describe(self) -> str:
         """One line for people."""
@@ -95,9 +95,8 @@ class Loader:
         self,
         layers: Sequence[ExpertWeights],
         tensors: Sequence[torch.Tensor],
-        done: Callable[[int], None],
     ) -> None:
-        """Fill ``tensors[layer]``, uint8 [experts, slices, slice_nbytes]; ``done`` after each layer."""
+        """Fill ``tensors[layer]``, uint8 [experts, slices, slice_nbytes]."""
 
         ahead = self._reader([(i, e) for i, t in enumerate(tensors) for e in range(len(t))], layers)
 
@@ -108,13 +107,12 @@ class Loader:
                 touch_for_writing(slab.data_ptr(), slab.numel())
             self._pack(layers[layer], expert, slab)
 
-        self._run("repacking experts", _every(tensors, work), done)
+        self._run("repacking experts", _every(tensors, work))
 
     def copy(
         self,
         sources: Sequence[Bytes],
         tensors: Sequence[torch.Tensor],
-        done: Callable[[int], None],
     ) -> None:
         """Fill ``tensors[layer]`` from slabs that are there already, such as a slab file's."""
         nbytes = self.layout.slab_nbytes
@@ -131,7 +129,7 @@ class Loader:
                 slab[:] = source
             self.times.count(nbytes)
 
-        self._run("copying experts", _every(tensors, work), done)
+        self._run("copying experts", _every(tensors, work))
 
     def write(
         self, layers: Sequence[ExpertWeights], sink: Callable[[int, int, Bytes], None]
@@ -151,8 +149,8 @@ class Loader:
             with self.times.timing("write"):
                 sink(layer, expert, slab.view(-1).numpy())
 
-        work_list = [(i, lambda i=i, e=e: work(i, e)) for i, e in tasks]
-        self._run("writing the slab file", work_list, lambda layer: None)
+        work_list = [partial(work, i, e) for i, e in tasks]
+        self._run("writing the slab file", work_list)
 
     def finish(self) -> LoadTimes:
         """The times, from the making of this loader to now."""
@@ -185,19 +183,18 @@ class Loader:
             write_slab(experts, expert, self.layout, slab)
         self.times.count(self.layout.slab_nbytes)
 
-    def _run(self, stage: str, tasks: Sequence[Task], done: Callable[[int], None]) -> None:
-        left = Counter(layer for layer, _ in tasks)
+    def report(self, stage: str, fraction: float) -> None:
+        """Tell whoever watches, on the calling thread."""
+        if self._progress is not None:
+            self._progress(stage, fraction)
+
+    def _run(self, stage: str, tasks: Sequence[Callable[[], None]]) -> None:
         pool = ThreadPoolExecutor(self.times.threads, thread_name_prefix="expert-load")
         try:
-            running: dict[Future[None], int] = {pool.submit(task): at for at, task in tasks}
+            running = [pool.submit(task) for task in tasks]
             for number, future in enumerate(as_completed(running), start=1):
                 future.result()
-                layer = running[future]
-                left[layer] -= 1
-                if not left[layer]:
-                    done(layer)
-                if self._progress is not None:
-                    self._progress(stage, number / len(tasks))
+                self.report(stage, number / len(tasks))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -229,9 +226,11 @@ def _ranges(matrix: PackedTensor) -> Iterable[tuple[int, int]]:
                 yield part.data_ptr(), nbytes
 
 
-def _every(tensors: Sequence[torch.Tensor], work: Callable[[int, int], None]) -> list[Task]:
+def _every(
+    tensors: Sequence[torch.Tensor], work: Callable[[int, int], None]
+) -> list[Callable[[], None]]:
     return [
-        (layer, lambda layer=layer, expert=expert: work(layer, expert))
+        partial(work, layer, expert)
         for layer, tensor in enumerate(tensors)
         for expert in range(tensor.shape[0])
     ]
