@@ -27,7 +27,9 @@ from headrace.ops.triton.expert_rows import (
     store_planes,
 )
 
-GATE_UP_TILE = tl.constexpr(64)  # rows of a tile: their 32 results are one block of the next product
+GATE_UP_TILE = tl.constexpr(
+    64
+)  # rows of a tile: their 32 results are one block of the next product
 
 
 @triton.jit
@@ -83,7 +85,9 @@ def expert_gate_up(
                 )  # fmt: skip
             else:
                 data = (base + AT_CODES).to(tl.pointer_type(tl.bfloat16))
-                y = bf16_rows(data, x + token * HIDDEN, row, 2 * WIDTH, HIDDEN, GATE_UP_TILE, 8 * NB)
+                y = bf16_rows(
+                    data, x + token * HIDDEN, row, 2 * WIDTH, HIDDEN, GATE_UP_TILE, 8 * NB
+                )
             if HAS_BIAS:
                 r = row + tl.arange(0, GATE_UP_TILE)
                 bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
