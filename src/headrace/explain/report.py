@@ -118,7 +118,14 @@ def explain(
     seconds = {ident: value / steps for ident, value in seconds.items()}
     costs = running_cost(model, sample.rows)
     rows = [
-        _row(i, calls[i] / steps, costs[i].work if i in costs else Work(), seconds[i], step_s, machine)
+        _row(
+            i,
+            calls[i] / steps,
+            costs[i].work if i in costs else Work(),
+            seconds[i],
+            step_s,
+            machine,
+        )
         for i in sorted(seconds, key=lambda i: -seconds[i])
     ]
     step = advice.Calibrated(model, sample.rows, machine, seconds, step_s)
