@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint.aliases import ALIASES, find_alias
+from headrace.checkpoint.kinds import kind_of
 from headrace.cli.main import main
-from headrace.cli.plan_source import kind_of
 from headrace.core.config_library import bundled_model
 from headrace.machine.known import known_machine
 
@@ -117,7 +117,6 @@ def test_kinds_of_tensors():
 
 PROGRAM = """
 import sys
-from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.cli.main import main
 assert main(["plan", "gpt-oss-120b", "--machine", "rtx-5070-ti"]) == 0
 heavy = {"torch", "triton", "numpy", "fastapi", "transformers"} & set(sys.modules)

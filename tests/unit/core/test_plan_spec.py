@@ -7,6 +7,7 @@ import pytest
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from headrace.core.model_spec import ModelSpec
+from headrace.core.plan_bridge import plan_spec_of
 from headrace.core.plan_reading import spec_from_config
 from headrace.core.plan_spec import AttentionKind
 from headrace.core.weight_shapes import num_active_parameters, num_parameters
@@ -124,6 +125,32 @@ def test_agrees_with_what_the_engine_loads():
     assert found["lm_head"] == counts.lm_head == 0
     assert found["attention"] == counts.attention - 5 * 2 * 16  # without the norms of q and k
     assert ours.active_weights == num_active_parameters(engines) - 5 * 2 * 16
+
+
+def test_the_engines_record_becomes_the_plans():
+    for config in (QWEN, {**bundled_model("gpt-oss-20b").config, **YARN}):
+        ours = spec_from_config(config)
+        bridged = plan_spec_of(ModelSpec.from_config(config))
+        assert bridged.weights() == ours.weights()
+        assert bridged.kv_nbytes(5000, 16) == ours.kv_nbytes(5000, 16)
+        assert bridged.expert_biases == ours.expert_biases
+        assert set(bridged.attention) == set(ours.attention)
+
+
+YARN = {
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "hidden_act": "silu",
+}
 
 
 def test_refuses_what_it_cannot_count():
