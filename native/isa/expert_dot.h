@@ -12,6 +12,9 @@
 
 namespace headrace::HEADRACE_NS {
 
+// Tokens and rows that share registers: sums, terms and codes of all of them should fit.
+constexpr int kManyTokens = HEADRACE_MANY_TOKENS, kManyRows = HEADRACE_MANY_TOKENS;
+
 // Portable, so that every instruction set rounds in the same places; compilers vectorise the loops.
 static void quantise_block(const float* x, TermGroup& to, int block) {
   uint32_t peak_bits = 0;
@@ -113,44 +116,53 @@ static inline const uint8_t* target(const Matrix& m, int64_t row0, int64_t i, co
   return ahead.next == nullptr ? here : ahead.next + beyond;
 }
 
-template <int R>
-static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const TermGroup* const* x, int64_t tokens,
-                               float* const* out, const Ahead& ahead, const Reading& reading) {
-  const uint8_t* near = target(m, row0, i, ahead, reading.near_nbytes);
-  const uint8_t* far = reading.far_nbytes == 0 ? nullptr : target(m, row0, i, ahead, reading.far_nbytes);
-  prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
-  const uint8_t* here = m.data + (row0 + i) * m.row_nbytes;
-  if (tokens == 1) {
-    expert_block<R, 1>(m, row0 + i, x, out, i, near, far);
+template <int R, int T>
+static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const TermGroup* const* x, float* const* out,
+                               bool first, const Ahead& ahead, const Reading& reading) {
+  if (!first) {  // asked for by the first tokens
+    expert_block<R, T>(m, row0 + i, x, out, i, m.data + (row0 + i) * m.row_nbytes, nullptr);
     return;
   }
-  for (int64_t left = tokens; left > 0;) {
-    const int64_t groups = (left + 3) / 4, n = (left + groups - 1) / groups;
-    if constexpr (R <= 2) {
-      switch (n) {
-        case 1: expert_block<R, 1>(m, row0 + i, x, out, i, near, far); break;
-        case 2: expert_block<R, 2>(m, row0 + i, x, out, i, near, far); break;
-        case 3: expert_block<R, 3>(m, row0 + i, x, out, i, near, far); break;
-        default: expert_block<R, 4>(m, row0 + i, x, out, i, near, far); break;
-      }
-    }
-    near = here;  // asked for once
-    far = nullptr;
-    x += n;
-    out += n;
-    left -= n;
-  }
+  prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
+  const uint8_t* far = reading.far_nbytes == 0 ? nullptr : target(m, row0, i, ahead, reading.far_nbytes);
+  expert_block<R, T>(m, row0 + i, x, out, i, target(m, row0, i, ahead, reading.near_nbytes), far);
+}
+
+// T tokens by all rows: their terms stay in the L1 cache, and the rows in the L2 cache for the next tokens.
+template <int T>
+static void expert_tokens(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, float* const* out,
+                          bool first, const Ahead& ahead, const Reading& reading) {
+  int64_t i = 0;
+  if constexpr (T == 1)
+    if (reading.rows >= 8)
+      for (; i + 8 <= count; i += 8) expert_rows<8, T>(m, row0, i, x, out, first, ahead, reading);
+  if constexpr (T == 1 || kManyRows >= 4)
+    if (T > 1 || reading.rows >= 4)
+      for (; i + 4 <= count; i += 4) expert_rows<4, T>(m, row0, i, x, out, first, ahead, reading);
+  for (; i + 2 <= count; i += 2) expert_rows<2, T>(m, row0, i, x, out, first, ahead, reading);
+  for (; i < count; ++i) expert_rows<1, T>(m, row0, i, x, out, first, ahead, reading);
 }
 
 static void expert_dot(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
                        float* const* out, const Ahead& ahead, const Reading& reading) {
-  int64_t i = 0;
-  if (tokens == 1 && reading.rows >= 8)
-    for (; i + 8 <= count; i += 8) expert_rows<8>(m, row0, i, x, 1, out, ahead, reading);
-  if (tokens == 1 && reading.rows >= 4)
-    for (; i + 4 <= count; i += 4) expert_rows<4>(m, row0, i, x, 1, out, ahead, reading);
-  for (; i + 2 <= count; i += 2) expert_rows<2>(m, row0, i, x, tokens, out, ahead, reading);
-  for (; i < count; ++i) expert_rows<1>(m, row0, i, x, tokens, out, ahead, reading);
+  for (int64_t left = tokens; left > 0;) {
+    // Groups of equal size: five tokens are 3 + 2, not 4 + 1.
+    const int64_t groups = (left + kManyTokens - 1) / kManyTokens, n = (left + groups - 1) / groups;
+    const bool first = left == tokens;
+    switch (n) {
+      case 1: expert_tokens<1>(m, row0, count, x, out, first, ahead, reading); break;
+      case 2: expert_tokens<2>(m, row0, count, x, out, first, ahead, reading); break;
+#if HEADRACE_MANY_TOKENS >= 4
+      case 3: expert_tokens<3>(m, row0, count, x, out, first, ahead, reading); break;
+      default: expert_tokens<4>(m, row0, count, x, out, first, ahead, reading); break;
+#else
+      default: break;
+#endif
+    }
+    x += n;
+    out += n;
+    left -= n;
+  }
 }
 
 }  // namespace headrace::HEADRACE_NS

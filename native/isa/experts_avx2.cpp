@@ -1,6 +1,7 @@
 // The experts' product on AVX2: vpmaddubsw of unsigned codes and signed terms. Two products are at most
 // 2 * 24 * 128 and four 12,288, so sixteen bits never saturate and the sums are exact.
 #define HEADRACE_NS experts_avx2
+#define HEADRACE_MANY_TOKENS 2
 #include "vec_avx2.h"
 
 #include "../expert_kernels.h"
@@ -8,8 +9,6 @@
 namespace headrace::HEADRACE_NS {
 
 struct Codes { __m256i half[2][2]; };  // [nibble][first or second two blocks]
-
-static inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 static inline __m256i two_blocks(const uint8_t* p, int blocks) {
   if (blocks >= 2) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -1,5 +1,6 @@
 // The experts' product in portable C++.
 #define HEADRACE_NS experts_scalar
+#define HEADRACE_MANY_TOKENS 2
 #include "vec_scalar.h"
 
 #include "../expert_kernels.h"
@@ -7,8 +8,6 @@
 namespace headrace::HEADRACE_NS {
 
 struct Codes { uint8_t half[2][64]; };
-
-static inline void prefetch_far(const void* p) { prefetch(p); }
 
 static inline Codes codes_of(const uint8_t* p, int blocks) {
   Codes c;

@@ -1,6 +1,7 @@
 // The experts' product on AVX-512 VNNI: 128 codes in two registers, four vpdpbusd for 128 products of both
 // terms.
 #define HEADRACE_NS experts_vnni
+#define HEADRACE_MANY_TOKENS 4
 #include "vec_avx512.h"
 
 #include "../expert_kernels.h"
@@ -8,8 +9,6 @@
 namespace headrace::HEADRACE_NS {
 
 struct Codes { __m512i low, high; };
-
-static inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 static inline Codes codes_of(const uint8_t* p, int blocks) {
   const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));

@@ -9,16 +9,23 @@ from collections.abc import Callable
 import torch
 
 from headrace.checkpoint.open import open_checkpoint
+from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.config import EngineConfig
+from headrace.core.errors import DoesNotFitError
+from headrace.core.model_sizes import ModelSizes
 from headrace.core.status import EngineInfo
+from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.expert_runtime import ExpertPlace, supported_formats
 from headrace.engine.parts import EngineParts
-from headrace.engine.resolve import Resolved, resolve
+from headrace.engine.resolve import GpuSupport, Resolved, resolve
 from headrace.engine.scheduler import SchedulerConfig
-from headrace.kv.storage import allocate_kv
-from headrace.machine.device import HostDevice
-from headrace.machine.probe import probe_machine
+from headrace.kv.storage import allocate_kv, is_out_of_memory
+from headrace.machine.device import CudaDevice, Device, HostDevice
+from headrace.machine.probe import Machine, probe_machine
+from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
+from headrace.ops.records import LayerKV
 from headrace.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -28,9 +35,10 @@ log = logging.getLogger(__name__)
 _TORCH_THREADS_BESIDE_KERNELS = 1
 
 
-def load_parts(
-    config: EngineConfig, progress: Callable[[str, float], None] | None = None
-) -> EngineParts:
+Progress = Callable[[str, float], None]
+
+
+def load_parts(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
     """Open, check, decide, map.
 
     Raises:
@@ -40,26 +48,48 @@ def load_parts(
     checkpoint = open_checkpoint(
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
+    machine = probe_machine(gpus=config.device != "cpu")
     resolved = resolve(
         config,
         checkpoint.spec,
-        probe_machine(),
+        machine,
         checkpoint.nbytes,
         missing_kernels=registry.unavailable_reason("cpu"),
+        sizes=model_sizes(checkpoint),
+        gpu=gpu_support(machine),
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
-    device = HostDevice()
     set_threads(resolved)
+    device = open_device(resolved, machine)
     ops = registry.resolve(_backends(resolved))
-    decoder = load_model(checkpoint, ops, device, max_positions=resolved.context, progress=progress)
-    kv = allocate_kv(
-        checkpoint.spec,
-        resolved.num_blocks,
-        resolved.block_tokens,
-        resolved.kv_format,
-        device.torch_device,
-    )
+    experts = ExpertPlace(resolved, device, ops, progress)
+    try:
+        decoder = load_model(
+            checkpoint,
+            ops,
+            device,
+            max_positions=resolved.context,
+            dense_format=resolved.dense_format,
+            executor_factory=experts.factory,
+            progress=progress,
+        )
+        kv = allocate_kv(
+            checkpoint.spec,
+            resolved.num_blocks + (resolved.device == "cuda"),  # padding's own block
+            resolved.block_tokens,
+            resolved.kv_format,
+            device.torch_device,
+        )
+        graphs = capture_graphs(resolved, device, decoder, kv, progress)
+    except Exception as error:
+        if resolved.vram is None or not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"GPU memory ran out while the model was loaded, against the plan: "
+            f"{resolved.vram.describe()}: {str(error).splitlines()[0]}",
+            hint="give a larger --vram-budget, or a smaller --context",
+        ) from error
     tokenizer = load_tokenizer(checkpoint.text)
     if progress is not None:
         progress("ready", 1.0)
@@ -69,7 +99,7 @@ def load_parts(
         context=resolved.context,
         vocab=decoder.spec.vocab,
         weights_nbytes=checkpoint.nbytes,
-        kv_nbytes=resolved.plan.kv_nbytes,
+        kv_nbytes=resolved.kv_nbytes,
         kv_format=resolved.kv_format,
         block_tokens=resolved.block_tokens,
         threads=resolved.threads,
@@ -78,8 +108,71 @@ def load_parts(
         load_s=time.perf_counter() - start,
     )
     return EngineParts(
-        decoder, kv, tokenizer, scheduler_config(config, resolved), info, device.torch_device
+        decoder,
+        kv,
+        tokenizer,
+        scheduler_config(config, resolved),
+        info,
+        device,
+        graphs,
+        experts.runtime,
     )
+
+
+def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
+    """How a checkpoint's matrices are stored."""
+    experts = [t for name, t in checkpoint.tensors.items() if ".experts." in name]
+    others = [t for name, t in checkpoint.tensors.items() if ".experts." not in name]
+
+    def formats(of: list[RawTensor], rank: int) -> frozenset[str]:
+        return frozenset(t.format for t in of if len(t.shape) >= rank and "bias" not in t.name)
+
+    return ModelSizes(
+        total_nbytes=checkpoint.nbytes,
+        expert_nbytes=sum(t.nbytes for t in experts),
+        expert_formats=formats(experts, 2),
+        dense_formats=formats([t for t in others if "router" not in t.name], 2),
+    )
+
+
+def gpu_support(machine: Machine) -> GpuSupport:
+    """What of this installation could run on the machine's GPU; looked up only if there is one."""
+    if not machine.gpus:
+        return GpuSupport("no GPU was found")
+    return GpuSupport(registry.unavailable_reason("triton"), supported_formats())
+
+
+def open_device(resolved: Resolved, machine: Machine) -> Device:
+    """The device that was chosen, kept within its budget.
+
+    Raises:
+        MachineError: it is not there after all.
+        DoesNotFitError: the driver's own memory leaves less than planned.
+    """
+    if resolved.vram is None:
+        return HostDevice()
+    device = CudaDevice(resolved.gpu_index)
+    free = next(g.memory_free_nbytes for g in machine.gpus if g.index == resolved.gpu_index)
+    left = device.limit_memory(resolved.vram.budget_nbytes, free)
+    log.info("CUDA leaves %d of %d bytes for tensors", left, resolved.vram.budget_nbytes)
+    return device
+
+
+def capture_graphs(
+    resolved: Resolved,
+    device: Device,
+    decoder: Decoder,
+    kv: list[LayerKV],
+    progress: Progress | None,
+) -> DecodeGraphs | None:
+    """Capture decoding, where the device has something to gain from it."""
+    if resolved.device != "cuda" or resolved.backend != "triton":
+        return None
+    graphs = DecodeGraphs(
+        decoder, kv, device, max_batch=resolved.max_num_seqs, context=resolved.context
+    )
+    graphs.capture(progress)
+    return graphs
 
 
 def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfig:
