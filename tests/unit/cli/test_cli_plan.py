@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ import pytest
 from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.checkpoint.kinds import kind_of
 from headrace.cli.main import main
+from headrace.cli.plan_here import complete, describe
 from headrace.core.config_library import bundled_model
+from headrace.machine.cgroup import Cgroup
 from headrace.machine.known import known_machine
+from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
+from headrace.machine.profile import Rate
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "plan"
 CASES = {
@@ -131,3 +136,35 @@ def test_answers_without_torch_and_quickly():
         subprocess.run([sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.DEVNULL)
         best = min(best, time.perf_counter() - start)
     assert best < 3  # the bar is one second on an idle machine; this one runs other tests too
+
+
+def machine_with(gpu: str) -> Machine:
+    cpus = tuple(LogicalCpu(i, i, 0, True) for i in range(8))
+    cpu = CpuInfo("Some CPU", "x86_64", ("avx2",), cpus, tuple(range(8)))
+    memory = MemoryInfo(64 * 2**30, 60 * 2**30)
+    gpus = (GpuInfo(0, gpu, 24 * 2**30, 23 * 2**30, "580"),)
+    return Machine("Linux", False, cpu, memory, Cgroup(), "3.11", {}, gpus)
+
+
+def test_this_machine_takes_the_chips_rates_and_says_so(capsys):
+    found = describe(machine_with("NVIDIA GeForce RTX 4090"), 60.0)
+    assert found.gpu is not None
+    assert found.gpu.multiprocessors == 128
+    assert found.rates["hbm_read"].value == 1008
+    assert found.rates["dram_read"].value == 60
+    assert found.rates["dram_read"].source.startswith("measured")
+    unknown = describe(machine_with("Unheard-of GPU 1"), 60.0)
+    assert unknown.gpu is None
+    assert "Unheard-of GPU 1 is not in the catalogue" in capsys.readouterr().err
+
+
+def test_a_stored_profile_keeps_its_rates_and_gets_what_it_lacks():
+    known = known_machine("rtx-5070-ti")
+    own = {
+        "dram_read": Rate(54.2, "GB/s", "alone", "a plain read"),
+        "hbm_read": known.rates["hbm_read"],
+    }
+    found = complete(replace(known, origin="measured", rates=own))
+    assert found.rates["dram_read"].source == "measured: a plain read"
+    assert found.rates["pcie_h2d"].value == known.rates["pcie_h2d"].value
+    assert found.rates["disk_read"].source.startswith("estimate")
