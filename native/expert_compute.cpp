@@ -13,9 +13,10 @@ constexpr int64_t kUnitColumns = 4;  // columns of the intermediate dimension th
 constexpr int64_t kHiddenUnit = 16;  // rows of down: a cache line of `out`
 constexpr int64_t kStripRows = 64;    // rows computed before their results are used: one block of columns
 constexpr int64_t kStripTokens = 32;
-// Up to so many tokens of one expert cost no more than one, since reading its rows takes as long (a row
-// of MXFP4: 10 ns a cache line at 6.5 GB/s a core, 3 ns of arithmetic and 1.6 more for each further token).
-constexpr int64_t kFreeTokens = 5;
+// What a unit costs with n tokens, so that workers are given equal shares: max(kReadCost, n * kTokenCost). Two
+// tokens take as long as one, whose rows have to be read; 4, 8 and 16 take 1.8, 3.1 and 6.1 times as long (MXFP4,
+// 15 threads of a Sapphire Rapids, 2026-11).
+constexpr int64_t kReadCost = 5, kTokenCost = 2;
 constexpr int64_t kTermAlignment = 64;
 
 int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -80,7 +81,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     const int32_t* item = r.item + 4 * i;
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
-    const int64_t cost = std::max<int64_t>(kFreeTokens, item[3]);
+    const int64_t cost = std::max<int64_t>(kReadCost, kTokenCost * item[3]);
     items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_});
     row += item[3];
     total_cost_ += cost * units_;
