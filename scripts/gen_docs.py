@@ -19,6 +19,7 @@ PAGE_MODULES = (
     "gen_config",
     "check_cases",
     "docs_formats",
+    "gen_flops",
     "gen_machines",
 )
 

@@ -112,7 +112,7 @@ def _resolve_on_cpu(
     chosen("device", "cpu", host.reason)
     _experts_on_cpu(config, spec, host.reason, chosen)
     backend = _backend(config, host.missing_kernels, chosen)
-    threads = choose_threads(machine.cpu, config.threads)
+    threads = choose_threads(machine.cpu, config.threads, measured=machine.measured_threads)
     chosen("threads", threads.threads, threads.reason)
     kv_format = one_of("--kv-format", config.kv_format, KV_FORMATS)
     chosen("kv_format", kv_format or "f32", why(kv_format, "activations are float32 on a CPU"))

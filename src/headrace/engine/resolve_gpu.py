@@ -76,7 +76,10 @@ def resolve_on_gpu(
     chosen("device", "cuda", why(None if config.device == "auto" else 1, f"{gpu.name} is there"))
     backend = config.backend or "triton"
     chosen("backend", backend, why(config.backend, "the kernels for CUDA GPUs"))
-    threads = choose_threads(machine.cpu, config.threads)
+    # The host loop needs a core: without one both paths halve (docs/LOG.md, 2026-11-29).
+    threads = choose_threads(
+        machine.cpu, config.threads, reserve=1, measured=machine.measured_threads
+    )
     chosen("threads", threads.threads, threads.reason)
     dense = _dense_format(config, sizes, chosen)
     kv_format = one_of("--kv-format", config.kv_format, KV_FORMATS)
