@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         engine = Engine.load(config, progress)
     try:
         machine = this_machine(probe_machine(gpus=True), engine.info.threads)
-        if not args.no_probe and not any(name.startswith("kernel_mat") for name in machine.rates):
+        if not args.no_probe and not any(name.startswith("kernel_one_") for name in machine.rates):
             from headrace.engine.kernel_probe import probe_engine
 
             note("measuring the kernels' rates")
