@@ -230,3 +230,61 @@ def test_kv_append(dtype: torch.dtype):
     TWINS["kv_append"](k, v, expected, slots)
     for a, b in ((found.keys, expected.keys), (found.values, expected.values)):
         assert torch.equal(a.cpu().nan_to_num(9), b.nan_to_num(9))
+
+
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("n", "k"), [(5120, 2880), (2880, 4096), (20000, 576), (960, 576)])
+def test_products_at_real_sizes(n: int, k: int):
+    for rows in (1, 5, 16, 100):
+        rng = np.random.default_rng(rows)
+        x, w, residual = normal(rng, rows, k), dense(rng, "bf16", n, k), normal(rng, rows, n)
+        args = (x, w, normal(rng, n), residual)
+        close("linear", run("linear", *args), TWINS["linear"](*args))
+    up = dense(rng, "bf16", n, k)
+    args = (x[:7], w, up, Activation("swiglu_clamped"))
+    close("gated_linear", run("gated_linear", *args), TWINS["gated_linear"](*args))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("heads", [(64, 8, 64, 32), (32, 8, 128, 32), (9, 3, 64, 16)])
+@pytest.mark.parametrize("window", [None, 128])
+def test_attention_at_real_sizes(
+    heads: tuple[int, int, int, int], dtype: torch.dtype, window: int | None
+):
+    num_heads, kv_heads, dim, block = heads
+    rng = np.random.default_rng(12)
+    cache, tables = paged_cache(rng, [5000, 1023, 17], (kv_heads, dim, block), dtype)
+    sinks = normal(rng, num_heads)
+    cases = {
+        "attention_prefill": [(0, 4600, 5000), (1, 0, 1023), (2, 16, 17)],
+        "attention_decode": [(0, 4999, 5000), (1, 1022, 1023), (2, 16, 17)],
+    }
+    for name, spans in cases.items():
+        batch = paged_batch(tables, spans)
+        q = 2 * normal(rng, batch.positions.numel(), num_heads, dim)
+        args = (q, cache, batch, dim**-0.5, window, sinks)
+        close(name, run(name, *args), TWINS[name](*args), exact=dtype == F32)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_row_alone_is_the_row_among_sixteen_bit_for_bit():
+    """Products of few rows and decoding attention: what keeps streams from feeling each other."""
+    rng = np.random.default_rng(13)
+    x, w = normal(rng, 16, 2880).to(DEVICE), moved(dense(rng, "bf16", 5120, 2880), DEVICE)
+    together = OPS.linear(x, w)
+    contexts = [1, 300, 257, 4000, 64, 1000, 31, 2049] * 2
+    cache, tables = moved(paged_cache(rng, contexts, (2, 64, 32), BF16), DEVICE)
+    q = normal(rng, 16, 8, 64).to(DEVICE)
+    spans = [(i, c - 1, c) for i, c in enumerate(contexts)]
+    mixed = OPS.attention_decode(q, cache, moved(paged_batch(tables, spans), DEVICE), 0.1)
+    for i in range(16):
+        assert torch.equal(OPS.linear(x[i : i + 1], w)[0], together[i])
+        alone = moved(paged_batch(tables, spans[i : i + 1]), DEVICE)
+        assert torch.equal(OPS.attention_decode(q[i : i + 1], cache, alone, 0.1)[0], mixed[i])

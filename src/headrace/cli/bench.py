@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +23,10 @@ from headrace.machine.threads import choose_threads
 
 if TYPE_CHECKING:
     from headrace.machine.gpu_rates import CudaSide
+    from headrace.machine.pages import HostBlock
 
-# Read by the loops: several last-level caches, and little enough for an ordinary desktop.
-_READ_NBYTES = 2 << 30
+# Read by the loops: many last-level caches, of which two-socket machines have a quarter of a gigabyte.
+_READ_NBYTES = 4 << 30
 _READ_SHARE = 8  # at most this part of the memory that is free
 
 
@@ -78,7 +80,7 @@ def measure(
     threads = choose_threads(machine.cpu).threads
     free = machine.memory.usable_available_nbytes
     block = HostBlock(max(64 << 20, min(_READ_NBYTES, free // _READ_SHARE) >> 21 << 21))
-    block.bytes[:] = 1
+    touch(block, threads)
     link = read_link()
     peaks: dict[str, float] = {}
     try:
@@ -102,6 +104,17 @@ def measure(
         return profile, peaks, output
     key = machine_key(machine.cpu, None if profile.gpu is None else profile.gpu.name)
     return profile, peaks, save_profile(profile, key, profiles_folder())
+
+
+def touch(block: HostBlock, threads: int) -> None:
+    """Make the pages of a block exist: unwritten ones would all be read from one page of zeros."""
+    from headrace.machine.pages import HUGE_PAGE_NBYTES, touch_for_writing
+
+    step = 64 * HUGE_PAGE_NBYTES
+    starts = range(0, block.nbytes, step)
+    with ThreadPoolExecutor(threads) as pool:
+        sizes = [min(step, block.nbytes - start) for start in starts]
+        list(pool.map(touch_for_writing, [block.address + start for start in starts], sizes))
 
 
 @contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command, whole_number
 from headrace.core.errors import ConfigError
-from headrace.engine.plan import Plan, make_plan
-from headrace.engine.plan_changes import alternatives, changes
-from headrace.engine.plan_memory import Workload
-from headrace.explain.step_cost import KV_BITS
+from headrace.core.kv_formats import FORMATS
+
+if TYPE_CHECKING:
+    from headrace.engine.plan import Plan
 
 # What is planned for where nothing is said: a conversation that a desktop's model is used for.
 DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
@@ -58,7 +59,7 @@ def add_parser(commands: Commands) -> None:
     )
     add(
         "--kv-format",
-        choices=tuple(KV_BITS),
+        choices=tuple(FORMATS),
         default="bf16",
         help="format of cached keys and values (default: bf16)",
     )
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.compare is not None:
         return _compare(args)
+    from headrace.engine.plan_changes import alternatives, changes
+
     plan = _plan(args, args.machine)
     fits = plan.layout.mode not in ("none", "disk")
     found, nearest = changes(plan), [] if fits else alternatives(plan)
@@ -104,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, machine: str) -> Plan:
     from headrace.cli.plan_source import read_machine, read_model
+    from headrace.engine.plan import make_plan
+    from headrace.engine.plan_memory import Workload
 
     spec = read_model(args.model)
     context = args.context or min(DEFAULT_CONTEXT, spec.max_context)

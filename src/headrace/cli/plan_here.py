@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from headrace.cli.reporting import note
 from headrace.machine.known import DISK_GBPS, THREAD_WAKE_S, Part, known_machine, parts
 from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile import GpuProfile, HostProfile, LinkProfile, MachineProfile, Rate
@@ -79,8 +80,11 @@ def describe(machine: Machine, dram_gbps: float) -> MachineProfile:
                 gpu.name, gpu.memory_nbytes, known.gpu.architecture, known.gpu.multiprocessors
             )
             link = LinkProfile(f"{known.link.name if known.link else ''} (assumed)")
-        else:
-            gpu = None  # without rates nothing can be said about it
+        else:  # without rates nothing can be said about it
+            note(
+                f"{gpu.name} is not in the catalogue, so the plan is for the CPU; `headrace bench machine`"
+            )
+            gpu = None
     return MachineProfile(
         name="this",
         origin="catalogued",

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.plan_reading import spec_from_config
-from headrace.core.plan_spec import KINDS, PlanSpec
+from headrace.core.plan_spec import PlanSpec
 from headrace.machine.known import known_machine, parts
 from headrace.machine.profile import MachineProfile
-
-if TYPE_CHECKING:
-    from headrace.checkpoint.records import Checkpoint
 
 THIS = "this"
 
@@ -54,39 +51,12 @@ def _read_folder(path: Path) -> PlanSpec:
 
 def _read_checkpoint(ref: str, name: str) -> PlanSpec:
     """Shapes from the file's metadata, bits of each kind from its tensors."""
+    from headrace.checkpoint.kinds import stored_bits
     from headrace.checkpoint.open import open_checkpoint
 
     checkpoint = open_checkpoint(ref)
     spec = spec_from_config(checkpoint.config, name)
-    return replace(spec, stored_bits=_stored_bits(checkpoint))
-
-
-def _stored_bits(checkpoint: Checkpoint) -> dict[str, float]:
-    nbytes, weights = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
-    for tensor in checkpoint.tensors.values():
-        kind = kind_of(tensor.name)
-        if kind is None:
-            continue
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        nbytes[kind] += sum(part.nbytes for part in tensor.parts.values())
-        weights[kind] += count
-    return {kind: 8 * nbytes[kind] / weights[kind] for kind in KINDS if weights[kind]}
-
-
-def kind_of(name: str) -> str | None:
-    """The kind of weights of a canonical tensor name; None for biases and what a plan does not count."""
-    last = name.split(".")[-1]
-    if name in ("embed", "lm_head"):
-        return {"embed": "embedding"}.get(name, name)
-    if ".experts." in name:
-        return None if last.endswith("_bias") else "experts"
-    if last in ("q", "k", "v", "o"):
-        return "attention"
-    if last in ("gate", "up", "down"):
-        return "dense"
-    return "router" if last == "router" else None
+    return replace(spec, stored_bits=stored_bits(checkpoint.tensors.values()))
 
 
 def read_machine(ref: str) -> MachineProfile:

@@ -6,6 +6,7 @@ the priced step. Pure: configurations and catalogues in, records out; nothing is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import ConfigError
@@ -160,7 +161,7 @@ def _speed(
 
     share = 0.0
     if layout.mode in ("ram", "disk"):
-        share = min(SHARES, key=lambda s: (decode(hits.expected, s).seconds, -s))
+        share = _best_share(lambda one: decode(hits.expected, one).seconds)
     middle = decode(hits.expected, share)
     slow, fast = decode(hits.low, share).seconds, decode(hits.high, share).seconds
     batch = workload.concurrency
@@ -172,6 +173,22 @@ def _speed(
     prefill, seconds = prefill_time(spec, machine, workload, layout, engine)
     ttft = Interval(seconds * (1 - engine.spread), seconds, seconds * (1 + engine.spread))
     return Speed(tokens, ttft, hits, share, middle, prefill)
+
+
+def _best_share(seconds: Callable[[float], float]) -> float:
+    """The share of ``SHARES`` with the shortest step, the largest such one.
+
+    A step lasts as long as the longest of paths that each grow or shrink linearly with the share, so
+    the function is convex, and halving finds its minimum.
+    """
+    low, high = 0, len(SHARES) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if seconds(SHARES[middle]) < seconds(SHARES[middle + 1]):
+            high = middle
+        else:
+            low = middle + 1
+    return SHARES[low]
 
 
 def prefill_time(

@@ -26,7 +26,7 @@ def run_items(
     """
     x = x.to(dtype)
     out = torch.zeros_like(x)
-    for expert, index, first, pairs in work.items.tolist():
+    for expert, index, first, pairs in work.items.numpy().tolist():
         token = work.pair_token[first : first + pairs].long()
         weight = work.pair_weight[first : first + pairs].to(dtype)
         part = slice_weights(slabs[expert], layout, index)

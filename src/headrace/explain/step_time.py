@@ -111,8 +111,9 @@ def _decode(priced: Sequence[tuple[Leaf, Priced]], engine: EngineModel) -> StepT
     # Fetches read host memory too: what both paths read has to come out of the same channels.
     both = ("fetch", "misses")
     dram = sum(p.seconds.get("dram", 0.0) for one, p in priced if one.path in both)
-    slowest = max(sums, key=lambda name: sums[name])
-    stretch = max(1.0, dram / sums[slowest]) if slowest in both and sums[slowest] else 1.0
+    busier = max(both, key=lambda name: sums[name])
+    slowest = "hits" if sums["hits"] > max(sums[busier], dram) else busier
+    stretch = max(1.0, dram / sums[slowest]) if slowest == busier and sums[slowest] else 1.0
     channels = dram >= SATURATED * sums[slowest] > 0
     found: list[PricedLeaf] = []
     for one, p in priced:
