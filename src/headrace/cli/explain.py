@@ -65,6 +65,12 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
+    if args.png is not None:
+        from headrace.explain.report_png import require_matplotlib, write_png
+
+        require_matplotlib()
+    else:
+        write_png = None
     config = engine_config(args)
     with loading_progress() as progress, ctrl_c_ends_at_once():
         from headrace.engine.engine import Engine
@@ -86,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
         engine.close()
     if report is None:
         raise InternalError(f"no {args.step} step was seen")
-    if args.png is not None:
-        from headrace.explain.report_png import write_png
-
+    if write_png is not None:
         write_png(report, *roofs_of(machine), args.png)
         note(f"the roofline is in {args.png}")
     if args.json:
