@@ -31,6 +31,9 @@ inline const float* slab_floats(const uint8_t* slice, const SlabPart& p) {
   return p.offset < 0 ? nullptr : reinterpret_cast<const float*>(slice + p.offset);
 }
 
+// How far ahead, at least, the float kernels ask for rows in memory (Reading.far_nbytes has the measurement).
+constexpr int64_t kFarNbytes = 8192;
+
 // Rows place, place + step, ... of a part.
 inline Matrix slab_matrix(Format format, const uint8_t* slice, int64_t rows, int64_t cols, const SlabPart& data,
                           const SlabPart& scales, int place, int step) {
@@ -44,6 +47,8 @@ inline Matrix slab_matrix(Format format, const uint8_t* slice, int64_t rows, int
     m.scales = slice + scales.offset + place * scales.row_nbytes;
     m.scale_row_nbytes = step * scales.row_nbytes;
   }
+  // The kernels take four rows together, so whole fours of rows ahead.
+  m.far_nbytes = (kFarNbytes + 4 * m.row_nbytes - 1) / (4 * m.row_nbytes) * (4 * m.row_nbytes);
   return m;
 }
 

@@ -25,6 +25,7 @@ from headrace.kv.storage import allocate_kv, is_out_of_memory
 from headrace.machine.cuda_device import visible_gpus
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
+from headrace.machine.profile_store import with_profile
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
@@ -51,7 +52,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     checkpoint = open_checkpoint(
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
-    machine = find_machine(config)
+    machine = with_profile(find_machine(config))
     resolved = resolve(
         config,
         checkpoint.spec,

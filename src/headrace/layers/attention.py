@@ -96,6 +96,12 @@ class Attention:
         mixed = attend(q, cache, batch, self._scale, shape.window, self._sinks)
         return self._o(mixed.view(x.shape[0], -1), residual)
 
+    @property
+    def weights(self) -> tuple[PackedTensor, PackedTensor, PackedTensor, PackedTensor]:
+        """q, k, v, o as stored."""
+        q, k, v = self._weights
+        return q, k, v, self._o.weight
+
     def block(self, norm: Norm) -> AttentionBlock:
         """This layer behind ``norm`` as one operation, for ``ops.attention_block``."""
         shape = self._shape

@@ -31,6 +31,11 @@ class DenseFeedForward:
         inner = self._ops.gated_linear(x, self._gate, self._up, self._act)
         return self._ops.linear(inner, self._down, None, residual)
 
+    @property
+    def weights(self) -> tuple[PackedTensor, PackedTensor, PackedTensor]:
+        """gate, up, down as stored."""
+        return self._gate, self._up, self._down
+
     def block(self, norm: Norm) -> DenseBlock:
         """This layer behind ``norm`` as one operation, for ``ops.dense_block``."""
         return DenseBlock(norm.weight, norm.eps, self._gate, self._up, self._down, self._act)

@@ -107,7 +107,11 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine and the software that matters: versions by package, None where not installed."""
+    """This machine and the software that matters: versions by package, None where not installed.
+
+    ``measured_threads``: the best number of CPU threads according to the stored profile, if there is
+    one (``machine.profile_store.with_profile``).
+    """
 
     system: str
     wsl: bool
@@ -117,6 +121,7 @@ class Machine:
     python: str
     packages: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
     gpus: tuple[GpuInfo, ...] = ()
+    measured_threads: int | None = None
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
@@ -191,7 +196,7 @@ def read_cpu_model(root: Path) -> tuple[str, tuple[str, ...]]:
     return model, tuple(f for f in ISA_FLAGS if f in have)
 
 
-def _run(command: Sequence[str]) -> str | None:
+def run_command(command: Sequence[str]) -> str | None:
     """Standard output of a command, or None if it cannot be run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -203,7 +208,7 @@ def _run(command: Sequence[str]) -> str | None:
 def _model_elsewhere() -> tuple[str, tuple[str, ...]]:
     name = ""
     if platform.system() == "Darwin":
-        name = (_run(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip()
+        name = (run_command(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip()
     apple_silicon = platform.system() == "Darwin" and platform.machine() == "arm64"
     # Every Apple M chip has these (Arm v8.4 and later); other systems do not tell without asking
     # the CPU itself.
@@ -261,7 +266,7 @@ def is_wsl(root: Path) -> bool:
     return "microsoft" in (_read(root / "proc/sys/kernel/osrelease") or "").lower()
 
 
-def read_gpus(run: Callable[[Sequence[str]], str | None] = _run) -> tuple[GpuInfo, ...]:
+def read_gpus(run: Callable[[Sequence[str]], str | None] = run_command) -> tuple[GpuInfo, ...]:
     """Ask nvidia-smi; empty where there is none or it fails. Takes up to some seconds."""
     text = run(
         [

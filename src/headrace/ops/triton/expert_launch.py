@@ -10,6 +10,7 @@ allocates everything once, so that its calls can be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,11 +18,13 @@ from headrace.core.errors import UnsupportedModelError
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_gather import expert_gather
 from headrace.ops.triton.expert_matvec import (
+    bf16_down,
+    bf16_gate_up,
     expert_await,
     expert_combine,
-    expert_down,
-    expert_gate_up,
     expert_prepare,
+    mxfp4_down,
+    mxfp4_gate_up,
 )
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
@@ -33,10 +36,12 @@ from headrace.ops.triton.expert_state import PlanState
 
 FORMATS = ("mxfp4", "bf16")
 WEIGHTS_OF_SCALE = 32  # MXFP4
+WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
 NUM_PLANES = 5
 MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
+MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 512
-NO_PART = 0
+BF16_TILE = 16
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,11 @@ class Tuning:
 
     gate_up_programs: int = 2
     gate_up_warps: int = 8
-    gate_up_unroll: bool = False
+    gate_up_tile: int = 16  # rows; a multiple of 16, since eight results are quantised together
     gate_up_registers: int | None = None
     down_programs: int = 4
     down_warps: int = 4
     down_tile: int = 32
-    down_unroll: bool = True
     down_registers: int | None = None
     gather_programs: int = 24  # on the whole GPU
     gather_warps: int = 8
@@ -93,7 +97,7 @@ class ExpertLauncher:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
         arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
-        multiprocessors: of the device.
+        multiprocessors: of the device, the unit of the grids; found out if None.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class ExpertLauncher:
         bases: torch.Tensor,
         act: Activation,
         request: RequestOffsets,
-        multiprocessors: int,
+        multiprocessors: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         if geometry.format not in FORMATS:
@@ -114,7 +118,8 @@ class ExpertLauncher:
             )
         self.tuning = tuning or Tuning()
         self._geometry, self._state, self._arena, self._bases = geometry, state, arena, bases
-        self._act, self._request, self._sms = act, request, multiprocessors
+        self._act, self._request = act, request
+        self._sms = multiprocessors or _multiprocessors(arena.device)
         self._mxfp4 = geometry.format == "mxfp4"
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
@@ -130,7 +135,8 @@ class ExpertLauncher:
                 for n, k in shapes
             )
             self._units, self._h_units = (
-                torch.zeros(n, k // WEIGHTS_OF_SCALE, device=device) for n, k in shapes
+                torch.zeros(n, k // w, device=device)
+                for (n, k), w in zip(shapes, (WEIGHTS_OF_SCALE, WEIGHTS_OF_UNIT))
             )
             self._h = self._h_units
         else:
@@ -149,39 +155,68 @@ class ExpertLauncher:
             _power_of_two(blocks), self._mxfp4, self._has_cpu, num_warps=4,
         )  # fmt: skip
 
-    def gather(self, layer: int) -> None:
-        """Copy the planned fetches into their slots."""
+    def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
+        """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
         expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches, self._state.counts, layer,
+            self._bases, self._arena, self._state.fetches if fetches is None else fetches, self._state.counts, layer,
             self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def hits(self, x: torch.Tensor) -> None:
         """Compute the planned hits."""
-        self._compute(x, self._state.hits, COUNT_HITS.value)
+        self.compute(x, self._state.hits, COUNT_HITS.value)
 
     def fetched(self, x: torch.Tensor) -> None:
         """Compute what ``gather`` brought."""
-        self._compute(x, self._state.fetches, COUNT_FETCHES.value)
+        self.compute(x, self._state.fetches, COUNT_FETCHES.value)
 
-    def _compute(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
+    def compute(
+        self, x: torch.Tensor, entries: torch.Tensor, which: int, only: str | None = None
+    ) -> None:
+        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
+        if only != "down":
+            self._gate_up(x, entries, which)
+        if only != "gate_up":
+            self._down(entries, which)
+
+    def _gate_up(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
+        g, s, t, act = self._geometry, self._state, self.tuning, self._act
+        sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
+        gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
+        weights, scales, bias = g.gate_up
+        grid = (t.gate_up_programs * self._sms,)
+        if self._mxfp4:
+            mxfp4_gate_up[grid](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
+                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
+                weights, scales, bias, *sizes, *gate, _blocks_at_once(g.hidden), t.gate_up_tile,
+                t.gate_up_warps, num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
+            )  # fmt: skip
+        else:
+            bf16_gate_up[grid](
+                self._arena, entries, s.counts, s.pair_token, x, self._h, which, g.slice_nbytes,
+                weights, bias, *sizes, *gate, _columns_at_once(g.hidden), BF16_TILE, num_warps=4,
+            )  # fmt: skip
+
+    def _down(self, entries: torch.Tensor, which: int) -> None:
         g, s, t = self._geometry, self._state, self.tuning
-        common = (g.has_bias, g.hidden, g.width, g.num_slices, self._mxfp4)
-        expert_gate_up[(t.gate_up_programs * self._sms,)](
-            self._arena, entries, s.counts, s.pair_token, x, self._planes, self._units, self._h,
-            self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
-            *g.gate_up, *common,
-            _blocks_at_once(g.hidden), self._act.kind == "swiglu_clamped", self._act.alpha,
-            self._act.limit, t.gate_up_warps, t.gate_up_unroll, num_warps=t.gate_up_warps,
-            maxnreg=t.gate_up_registers,
-        )  # fmt: skip
-        expert_down[(t.down_programs * self._sms,)](
-            self._arena, entries, s.counts, s.pair_weight, self._h, self._h_planes, self._h_units,
-            self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, *g.down, *common,
-            _blocks_at_once(g.width), t.down_tile, t.down_warps, t.down_unroll, num_warps=t.down_warps,
-            maxnreg=t.down_registers,
-        )  # fmt: skip
+        sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
+        weights, scales, bias = g.down
+        grid = (t.down_programs * self._sms,)
+        if self._mxfp4:
+            mxfp4_down[grid](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
+                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
+                bias, *sizes, _blocks_at_once(g.width), t.down_tile, t.down_warps,
+                num_warps=t.down_warps, maxnreg=t.down_registers,
+            )  # fmt: skip
+        else:
+            bf16_down[grid](
+                self._arena, entries, s.counts, s.pair_weight, self._h, self.partial, which,
+                g.slice_nbytes, weights, bias, *sizes, _columns_at_once(g.width), BF16_TILE,
+                num_warps=4,
+            )  # fmt: skip
 
     def await_cpu(self) -> None:
         """Wait for the CPU's answer to this layer's request, if there is one."""
@@ -204,8 +239,19 @@ class ExpertLauncher:
         return out
 
 
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # interpreted: more programs only take longer
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
+
+
+def _columns_at_once(columns: int) -> int:
+    return min(MAX_COLUMNS, _power_of_two(columns))
 
 
 def _blocks_at_once(columns: int) -> int:

@@ -4,7 +4,7 @@ Work comes as device lists (``expert_plan``): an entry is a slice in a slot, wit
 (uses by tokens) that want it. The grids are fixed, programs take tiles of the entries until none is
 left, and the number of entries is read on the device, so a captured graph serves every routing.
 
-Three kernels: gate, up and activation (``expert_gate_up``), down (``expert_down``), which leaves one
+Three kernels: gate, up and activation (``*_gate_up``), down (``*_down``), which leaves one
 partial result for each (pair, slice), and their sum for each token in a fixed order
 (``expert_combine``), the CPU's part included. No atomics: the same placement gives the same bits.
 """
@@ -23,11 +23,11 @@ from headrace.ops.triton.expert_rows import (
     NUM_PLANES,
     bf16_rows,
     gated,
-    mxfp4_rows,
+    mxfp4_dot,
+    mxfp4_load,
     store_planes,
+    store_words,
 )
-
-GATE_UP_TILE = tl.constexpr(64)  # rows of a tile: their 32 results are one block of the next product
 
 
 @triton.jit
@@ -49,109 +49,239 @@ def expert_prepare(
         store_planes(row, planes, units, b, b < HIDDEN // BLOCK, HIDDEN, NB)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
-def expert_gate_up(
-    arena, entries, counts, pair_token, x, planes, units, h, h_planes, h_units,
-    scale_stride, WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
-    AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, MXFP4: tl.constexpr,
-    NB: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    WARPS: tl.constexpr, UNROLL: tl.constexpr,
+@triton.jit
+def _mxfp4_tiles(
+    base, AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr, row, num_rows, scale_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """h[pair, slice columns] = act(gate x, up x), for the ``counts[WHICH]`` entries.
+    """All blocks of ROWS rows, on their way: three pairs of codes and scales."""
+    codes = (base + AT_CODES).to(tl.pointer_type(tl.int32))
+    scales = base + AT_SCALES
+    w0, e0 = mxfp4_load(codes, scales, row, num_rows, scale_stride, 0, K, ROWS, NB, WARPS)
+    w1, e1 = mxfp4_load(codes, scales, row, num_rows, scale_stride, 1, K, ROWS, NB, WARPS)
+    w2, e2 = mxfp4_load(codes, scales, row, num_rows, scale_stride, 2, K, ROWS, NB, WARPS)
+    return w0, e0, w1, e1, w2, e2
 
-    h: float32 [pairs, S * WIDTH] for BF16; for MXFP4 its planes and units, rows by pair.
+
+@triton.jit
+def _mxfp4_product(
+    w0, e0, w1, e1, w2, e2, codes, scales, planes, units, row, num_rows, scale_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr, LENGTH: tl.constexpr,
+    WARPS: tl.constexpr, WORD_UNITS: tl.constexpr,
+):  # fmt: skip
+    """float32 [reps, WARPS]: the rows times one activation; rows longer than three tiles are read on."""
+    acc = tl.zeros([ROWS // WARPS, WARPS, NB], tl.float32)
+    acc = mxfp4_dot(acc, w0, e0, planes, units, 0, K, ROWS, NB, LENGTH, WARPS, WORD_UNITS)
+    acc = mxfp4_dot(acc, w1, e1, planes, units, 1, K, ROWS, NB, LENGTH, WARPS, WORD_UNITS)
+    acc = mxfp4_dot(acc, w2, e2, planes, units, 2, K, ROWS, NB, LENGTH, WARPS, WORD_UNITS)
+    for tile in tl.static_range(3, (K // BLOCK + NB - 1) // NB):
+        w, e = mxfp4_load(codes, scales, row, num_rows, scale_stride, tile, K, ROWS, NB, WARPS)
+        acc = mxfp4_dot(acc, w, e, planes, units, tile, K, ROWS, NB, LENGTH, WARPS, WORD_UNITS)
+    return tl.sum(acc, 2)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def mxfp4_gate_up(
+    arena, entries, counts, pair_token, planes, units, h_planes, h_units, scale_stride,
+    WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, NB: tl.constexpr, TILE: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """h[pair, slice columns] = act(gate x, up x), for the ``counts[WHICH]`` entries, MXFP4.
+
+    The next tile's weights are on their way while one is computed, and serve all its pairs.
     """
-    num_tiles = (2 * WIDTH + GATE_UP_TILE - 1) // GATE_UP_TILE
+    num_tiles = 2 * WIDTH // TILE
     total = tl.load(counts + WHICH) * num_tiles
-    half: tl.constexpr = GATE_UP_TILE // 2
+    step = tl.num_programs(0)
+    item = tl.program_id(0)
+    if item < total:
+        base = _slot_of(arena, entries, item // num_tiles, SLICE_NBYTES)
+        w0, e0, w1, e1, w2, e2 = _mxfp4_tiles(
+            base, AT_CODES, AT_SCALES, (item % num_tiles) * TILE, 2 * WIDTH, scale_stride,
+            HIDDEN, TILE, NB, WARPS,
+        )  # fmt: skip
+        for item in range(tl.program_id(0), total, step):
+            # The last one loads itself again, from the cache, rather than branch.
+            then = tl.minimum(item + step, total - 1)
+            next_base = _slot_of(arena, entries, then // num_tiles, SLICE_NBYTES)
+            v0, f0, v1, f1, v2, f2 = _mxfp4_tiles(
+                next_base, AT_CODES, AT_SCALES, (then % num_tiles) * TILE, 2 * WIDTH, scale_stride,
+                HIDDEN, TILE, NB, WARPS,
+            )  # fmt: skip
+            entry = entries + (item // num_tiles) * 4
+            row = (item % num_tiles) * TILE
+            piece = tl.load(entry + 1) % S
+            first = tl.load(entry + 2)
+            last = first + tl.load(entry + 3)
+            for pair in range(first, last):
+                token = tl.load(pair_token + pair)
+                y = _mxfp4_product(
+                    w0, e0, w1, e1, w2, e2,
+                    (base + AT_CODES).to(tl.pointer_type(tl.int32)), base + AT_SCALES,
+                    planes + token * (NUM_PLANES * (HIDDEN // 8)),
+                    units + token * (HIDDEN // BLOCK), row, 2 * WIDTH, scale_stride,
+                    HIDDEN, TILE, NB, HIDDEN, WARPS, False,
+                )  # fmt: skip
+                act = _activate_rows(
+                    y, base + AT_BIAS, row, HAS_BIAS, CLAMPED, ALPHA, LIMIT, TILE, WARPS
+                )
+                words: tl.constexpr = TILE // 16
+                at = (piece * WIDTH + row // 2) // 8 + tl.arange(0, words)
+                store_words(
+                    act, h_planes + pair * (NUM_PLANES * (S * WIDTH // 8)),
+                    h_units + pair * (S * WIDTH // 8), at, at >= 0, S * WIDTH, words,
+                )  # fmt: skip
+            base = next_base
+            w0, e0, w1, e1, w2, e2 = v0, f0, v1, f1, v2, f2
+
+
+@triton.jit
+def _slot_of(arena, entries, entry, SLICE_NBYTES: tl.constexpr):
+    return arena + tl.load(entries + entry * 4).to(tl.int64) * SLICE_NBYTES
+
+
+@triton.jit
+def _activate_rows(
+    y, bias, row, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """y [reps, WARPS], of row v * reps + rep, to activations [TILE / 2] in the order of the columns.
+
+    Gate and up are two values of one thread; only the last step passes through shared memory.
+    """
+    pairs: tl.constexpr = TILE // WARPS // 2
+    y = tl.reshape(y, [pairs, 2, WARPS])
+    side = tl.arange(0, 2)[None, :, None]
+    if HAS_BIAS:
+        pair = tl.arange(0, pairs)[:, None, None]
+        r = row + tl.arange(0, WARPS)[None, None, :] * (2 * pairs) + 2 * pair + side
+        y += tl.load(bias.to(tl.pointer_type(tl.float32)) + r)
+    gate = tl.sum(tl.where(side == 0, y, 0.0), 1)
+    up = tl.sum(tl.where(side == 0, 0.0, y), 1)
+    act = tl.reshape(tl.trans(gated(gate, up, CLAMPED, ALPHA, LIMIT)), [TILE // 2])
+    # Each warp has values of its own. A sum with one term gives all of them to all threads in one
+    # exchange; without it each of the next steps' reductions would be one.
+    i = tl.arange(0, TILE // 2)
+    return tl.sum(tl.where(i[:, None] == i[None, :], act[None, :], 0.0), 1)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def mxfp4_down(
+    arena, entries, counts, pair_weight, h_planes, h_units, partial, scale_stride,
+    WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, NB: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN], MXFP4."""
+    num_tiles = (HIDDEN + TILE - 1) // TILE
+    total = tl.load(counts + WHICH) * num_tiles
+    step = tl.num_programs(0)
+    item = tl.program_id(0)
+    if item < total:
+        base = _slot_of(arena, entries, item // num_tiles, SLICE_NBYTES)
+        w0, e0, w1, e1, w2, e2 = _mxfp4_tiles(
+            base, AT_CODES, AT_SCALES, (item % num_tiles) * TILE, HIDDEN, scale_stride,
+            WIDTH, TILE, NB, WARPS,
+        )  # fmt: skip
+        for item in range(tl.program_id(0), total, step):
+            then = tl.minimum(item + step, total - 1)
+            next_base = _slot_of(arena, entries, then // num_tiles, SLICE_NBYTES)
+            v0, f0, v1, f1, v2, f2 = _mxfp4_tiles(
+                next_base, AT_CODES, AT_SCALES, (then % num_tiles) * TILE, HIDDEN, scale_stride,
+                WIDTH, TILE, NB, WARPS,
+            )  # fmt: skip
+            entry = entries + (item // num_tiles) * 4
+            row = (item % num_tiles) * TILE
+            piece = tl.load(entry + 1) % S
+            first = tl.load(entry + 2)
+            last = first + tl.load(entry + 3)
+            reps: tl.constexpr = TILE // WARPS
+            r = row + tl.arange(0, WARPS)[None, :] * reps + tl.arange(0, reps)[:, None]
+            for pair in range(first, last):
+                y = _mxfp4_product(
+                    w0, e0, w1, e1, w2, e2,
+                    (base + AT_CODES).to(tl.pointer_type(tl.int32)), base + AT_SCALES,
+                    h_planes + pair * (NUM_PLANES * (S * WIDTH // 8)) + piece * (WIDTH // 8),
+                    h_units + pair * (S * WIDTH // 8) + piece * (WIDTH // 8),
+                    row, HIDDEN, scale_stride, WIDTH, TILE, NB, S * WIDTH, WARPS, True,
+                )  # fmt: skip
+                _store_partial(
+                    y, base + AT_BIAS, pair_weight + pair, partial + (pair * S + piece) * HIDDEN,
+                    r, HAS_BIAS, HIDDEN,
+                )  # fmt: skip
+            base = next_base
+            w0, e0, w1, e1, w2, e2 = v0, f0, v1, f1, v2, f2
+
+
+@triton.jit
+def _store_partial(y, bias, weight, out, r, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr):
+    if HAS_BIAS:
+        y += tl.load(bias.to(tl.pointer_type(tl.float32)) + r, mask=r < HIDDEN, other=0.0)
+    tl.store(out + r, y * tl.load(weight), mask=r < HIDDEN)
+
+
+@triton.jit
+def bf16_gate_up(
+    arena, entries, counts, pair_token, x, h, WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr,
+    AT_DATA: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """h[pair, slice columns] = act(gate x, up x), float32 [pairs, S * WIDTH], for bfloat16 weights."""
+    num_tiles = (2 * WIDTH + TILE - 1) // TILE
+    total = tl.load(counts + WHICH) * num_tiles
+    half: tl.constexpr = TILE // 2
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         entry = entries + (item // num_tiles) * 4
-        row = (item % num_tiles) * GATE_UP_TILE
+        row = (item % num_tiles) * TILE
+        base = _slot_of(arena, entries, item // num_tiles, SLICE_NBYTES)
         piece = tl.load(entry + 1) % S
         first = tl.load(entry + 2)
         last = first + tl.load(entry + 3)
-        base = arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES
+        data = (base + AT_DATA).to(tl.pointer_type(tl.bfloat16))
         for pair in range(first, last):
-            token = tl.load(pair_token + pair)
-            if MXFP4:
-                y = mxfp4_rows(
-                    (base + AT_CODES).to(tl.pointer_type(tl.int32)), base + AT_SCALES,
-                    planes + token * (NUM_PLANES * (HIDDEN // 8)),
-                    units + token * (HIDDEN // BLOCK),
-                    row, 2 * WIDTH, scale_stride, HIDDEN, GATE_UP_TILE, NB, HIDDEN, WARPS, UNROLL,
-                )  # fmt: skip
-            else:
-                data = (base + AT_CODES).to(tl.pointer_type(tl.bfloat16))
-                y = bf16_rows(data, x + token * HIDDEN, row, 2 * WIDTH, HIDDEN, GATE_UP_TILE, 8 * NB)
+            own = x + tl.load(pair_token + pair) * HIDDEN
+            y = bf16_rows(data, own, row, 2 * WIDTH, HIDDEN, TILE, COLS)
             if HAS_BIAS:
-                r = row + tl.arange(0, GATE_UP_TILE)
+                r = row + tl.arange(0, TILE)
                 bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
                 y += tl.load(bias + r, mask=r < 2 * WIDTH, other=0.0)
             gate, up = tl.split(tl.reshape(y, [half, 2]))
             act = gated(gate, up, CLAMPED, ALPHA, LIMIT)
             column = row // 2 + tl.arange(0, half)
-            if MXFP4:
-                out = h_planes + pair * (NUM_PLANES * (S * WIDTH // 8))
-                at = (piece * WIDTH + row // 2) // BLOCK + tl.arange(0, 1)
-                store_planes(
-                    tl.reshape(act, [1, half]), out, h_units + pair * (S * WIDTH // BLOCK),
-                    at, at >= 0, S * WIDTH, 1,
-                )  # fmt: skip
-            else:
-                at = pair * (S * WIDTH) + piece * WIDTH + column
-                tl.store(h + at, act, mask=column < WIDTH)
+            tl.store(h + pair * (S * WIDTH) + piece * WIDTH + column, act, mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
-def expert_down(
-    arena, entries, counts, pair_weight, h, h_planes, h_units, partial,
-    scale_stride, WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
-    AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, MXFP4: tl.constexpr,
-    NB: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
+@triton.jit
+def bf16_down(
+    arena, entries, counts, pair_weight, h, partial, WHICH: tl.constexpr,
+    SLICE_NBYTES: tl.constexpr, AT_DATA: tl.constexpr, AT_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
+    COLS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN], for the entries."""
+    """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN], for bfloat16."""
     num_tiles = (HIDDEN + TILE - 1) // TILE
     total = tl.load(counts + WHICH) * num_tiles
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         entry = entries + (item // num_tiles) * 4
         row = (item % num_tiles) * TILE
+        base = _slot_of(arena, entries, item // num_tiles, SLICE_NBYTES)
         piece = tl.load(entry + 1) % S
         first = tl.load(entry + 2)
         last = first + tl.load(entry + 3)
-        base = arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES
         r = row + tl.arange(0, TILE)
+        data = (base + AT_DATA).to(tl.pointer_type(tl.bfloat16))
         for pair in range(first, last):
-            if MXFP4:
-                y = mxfp4_down_rows(
-                    base, AT_CODES, AT_SCALES, h_planes + pair * (NUM_PLANES * (S * WIDTH // 8)),
-                    h_units + pair * (S * WIDTH // BLOCK), piece, row, scale_stride,
-                    HIDDEN, WIDTH, S, NB, TILE, WARPS, UNROLL,
-                )  # fmt: skip
-            else:
-                data = (base + AT_CODES).to(tl.pointer_type(tl.bfloat16))
-                own = h + pair * (S * WIDTH) + piece * WIDTH
-                y = bf16_rows(data, own, row, HIDDEN, WIDTH, TILE, 8 * NB)
-            if HAS_BIAS:
-                bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
-                y += tl.load(bias + r, mask=r < HIDDEN, other=0.0)
-            y = y * tl.load(pair_weight + pair)
-            tl.store(partial + (pair * S + piece) * HIDDEN + r, y, mask=r < HIDDEN)
-
-
-@triton.jit
-def mxfp4_down_rows(
-    base, AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr, planes, units, piece, row,
-    scale_stride, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, NB: tl.constexpr,
-    TILE: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """The slice's columns of the activation are a range of the pair's planes."""
-    return mxfp4_rows(
-        (base + AT_CODES).to(tl.pointer_type(tl.int32)), base + AT_SCALES,
-        planes + piece * (WIDTH // 8), units + piece * (WIDTH // BLOCK),
-        row, HIDDEN, scale_stride, WIDTH, TILE, NB, S * WIDTH, WARPS, UNROLL,
-    )  # fmt: skip
+            own = h + pair * (S * WIDTH) + piece * WIDTH
+            y = bf16_rows(data, own, row, HIDDEN, WIDTH, TILE, COLS)
+            _store_partial(
+                y, base + AT_BIAS, pair_weight + pair, partial + (pair * S + piece) * HIDDEN, r,
+                HAS_BIAS, HIDDEN,
+            )  # fmt: skip
 
 
 @triton.jit

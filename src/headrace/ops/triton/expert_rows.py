@@ -8,7 +8,8 @@ permutes, and ``dp4a`` multiplies four at a time, exactly. About 2 instructions 
 
 Activations in that form (*planes*): int32 [5, K / 8] for each row: first and second four values' high
 terms, the same of the low terms, and -12 times the sum of the eight values; float32 [K / 32]: half the
-value of one unit, for each block.
+value of one unit, for each block (x) or for each eight values (what lies between gate/up and down,
+where a program makes few values at a time).
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -85,6 +86,39 @@ def _dot4(bytes_, terms, acc):
 
 
 @triton.jit
+def mxfp4_load(
+    codes, scales, row, num_rows, scale_stride, TILE: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, NB: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Codes int32 [ROWS, 4 * NB] and scales uint8 [ROWS, NB] of the TILE-th NB blocks of each row.
+
+    codes: int32 pointer, rows of K / 8; scales: uint8 pointer, rows of K / 32 = ``scale_stride`` (an
+    argument whose divisors the compiler does not know: it would load scales in pairs and exchange
+    them). Where a row has no such blocks the tensors are single zeros.
+
+    A warp takes whole rows, so a load is 512 bytes of one; warp v has rows v * reps ... (v + 1) * reps
+    - 1, so that gate and up of one column meet in one thread.
+    """
+    if TILE * NB >= K // BLOCK:
+        return tl.zeros([1, 1], tl.int32), tl.zeros([1, 1], tl.uint8)
+    else:
+        i = tl.arange(0, ROWS)
+        r = row + (i % WARPS) * (ROWS // WARPS) + i // WARPS
+        ok = (r < num_rows)[:, None]
+        at = TILE * NB * 4 + tl.arange(0, 4 * NB)
+        b = TILE * NB + tl.arange(0, NB)
+        w = tl.load(
+            codes + r[:, None] * (K // 8) + at[None, :], mask=ok & (at < K // 8)[None, :], other=0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        e = tl.load(
+            scales + r[:, None] * scale_stride + b[None, :],
+            mask=ok & (b < K // BLOCK)[None, :], other=0,
+        )  # fmt: skip
+        return w, e
+
+
+@triton.jit
 def _plane(planes, at, copies, INDEX: tl.constexpr, STRIDE: tl.constexpr, mask):
     """One plane at these words, [1, WARPS, words]: a copy for every warp, so that each holds its own
     in registers (a tensor smaller than the program would be spread over it and exchanged)."""
@@ -93,67 +127,43 @@ def _plane(planes, at, copies, INDEX: tl.constexpr, STRIDE: tl.constexpr, mask):
 
 
 @triton.jit
-def mxfp4_rows(
-    codes, scales, planes, units, row, num_rows, scale_stride, K: tl.constexpr, ROWS: tl.constexpr,
-    NB: tl.constexpr, LENGTH: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr,
+def mxfp4_dot(
+    acc, w, e, planes, units, TILE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    NB: tl.constexpr, LENGTH: tl.constexpr, WARPS: tl.constexpr, WORD_UNITS: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS]: rows ``row`` ... of a matrix times one activation.
+    """acc + what these blocks of the rows contribute, float32 [reps, WARPS, NB].
 
-    codes: int32 pointer, rows of K / 8; scales: uint8 pointer, rows of K / 32 = ``scale_stride`` (an
-    argument whose divisors the compiler does not know: it would load scales in pairs and exchange
-    them); planes, units: the activation's, of LENGTH values in all; NB: blocks of a row taken at once,
-    one for each lane; WARPS: of the program. A warp takes whole rows, so loads are 512 bytes of one.
-    UNROLL: have all of a row in flight, at the price of registers.
+    planes, units: the activation's at the row's first column, of LENGTH values in all; WORD_UNITS: it
+    has one unit for every eight values instead of 32.
     """
-    acc = tl.zeros([ROWS // WARPS, WARPS, NB], tl.float32)
-    if UNROLL:
-        for start in tl.static_range(0, K // BLOCK, NB):
-            acc += _blocks(
-                codes, scales, planes, units, row, num_rows, scale_stride, start,
-                K, ROWS, NB, LENGTH, WARPS,
-            )  # fmt: skip
+    if TILE * NB >= K // BLOCK:
+        return acc
     else:
-        for start in range(0, K // BLOCK, NB):
-            acc += _blocks(
-                codes, scales, planes, units, row, num_rows, scale_stride, start,
-                K, ROWS, NB, LENGTH, WARPS,
-            )  # fmt: skip
-    return tl.reshape(tl.sum(acc, 2), [ROWS])
-
-
-@triton.jit
-def _blocks(
-    codes, scales, planes, units, row, num_rows, scale_stride, start, K: tl.constexpr,
-    ROWS: tl.constexpr, NB: tl.constexpr, LENGTH: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """The part of ``mxfp4_rows`` that NB blocks from ``start`` make: float32 [reps, WARPS, NB]."""
-    reps: tl.constexpr = ROWS // WARPS
-    r = row + tl.arange(0, ROWS)
-    ok = (r < num_rows)[:, None]
-    b = start + tl.arange(0, NB)
-    at = start * 4 + tl.arange(0, 4 * NB)
-    copies = tl.zeros([WARPS, 1], tl.int32)
-    inside = (at < K // 8)[None, :]
-    w = tl.load(
-        codes + r[:, None] * (K // 8) + at[None, :], mask=ok & inside, other=0,
-        eviction_policy="evict_first",
-    )  # fmt: skip
-    inside_b = (b < K // BLOCK)[None, :]
-    e = tl.load(scales + r[:, None] * scale_stride + b[None, :], mask=ok & inside_b, other=0)
-    unit = tl.load(units + b[None, :] + copies, mask=inside_b & (copies == 0), other=0.0)
-    own = inside & (copies == 0)
-    h0 = _plane(planes, at, copies, 0, LENGTH // 8, own)
-    h1 = _plane(planes, at, copies, 1, LENGTH // 8, own)
-    l0 = _plane(planes, at, copies, 2, LENGTH // 8, own)
-    l1 = _plane(planes, at, copies, 3, LENGTH // 8, own)
-    minus = _plane(planes, at, copies, 4, LENGTH // 8, own)
-    u0, u1 = _unpack(tl.reshape(w, [reps, WARPS, 4 * NB]))
-    zero = tl.zeros_like(u0)
-    high = _dot4(u1, h1 + zero, _dot4(u0, h0 + zero, zero))
-    low = _dot4(u1, l1 + zero, _dot4(u0, l0 + zero, minus + zero))
-    total = tl.sum(tl.reshape(high * 256 + low, [reps, WARPS, NB, 4]), 3)
-    scale = _power_of_two(tl.reshape(e, [reps, WARPS, NB])) * unit[None, :, :]
-    return total.to(tl.float32) * scale
+        reps: tl.constexpr = ROWS // WARPS
+        at = TILE * NB * 4 + tl.arange(0, 4 * NB)
+        b = TILE * NB + tl.arange(0, NB)
+        copies = tl.zeros([WARPS, 1], tl.int32)
+        own = (at < K // 8)[None, :] & (copies == 0)
+        h0 = _plane(planes, at, copies, 0, LENGTH // 8, own)
+        h1 = _plane(planes, at, copies, 1, LENGTH // 8, own)
+        l0 = _plane(planes, at, copies, 2, LENGTH // 8, own)
+        l1 = _plane(planes, at, copies, 3, LENGTH // 8, own)
+        minus = _plane(planes, at, copies, 4, LENGTH // 8, own)
+        u0, u1 = _unpack(tl.reshape(w, [reps, WARPS, 4 * NB]))
+        zero = tl.zeros_like(u0)
+        high = _dot4(u1, h1 + zero, _dot4(u0, h0 + zero, zero))
+        low = _dot4(u1, l1 + zero, _dot4(u0, l0 + zero, minus + zero))
+        value = high * 256 + low
+        scale = _power_of_two(tl.reshape(e, [reps, WARPS, NB]))
+        if WORD_UNITS:
+            unit = tl.load(units + at[None, :] + copies, mask=own, other=0.0)
+            product = value.to(tl.float32) * unit[None, :, :]
+            return acc + tl.sum(tl.reshape(product, [reps, WARPS, NB, 4]), 3) * scale
+        else:
+            inside = (b < K // BLOCK)[None, :] & (copies == 0)
+            unit = tl.load(units + b[None, :] + copies, mask=inside, other=0.0)
+            total = tl.sum(tl.reshape(value, [reps, WARPS, NB, 4]), 3)
+            return acc + total.to(tl.float32) * (scale * unit[None, :, :])
 
 
 @triton.jit
@@ -203,6 +213,29 @@ def store_planes(x, planes, units, block, inside, K: tl.constexpr, NB: tl.conste
     tl.store(planes + 2 * (K // 8) + at, l0, mask=mask)
     tl.store(planes + 3 * (K // 8) + at, l1, mask=mask)
     tl.store(planes + 4 * (K // 8) + at, minus, mask=mask)
+
+
+@triton.jit
+def store_words(x, planes, units, word, inside, LENGTH: tl.constexpr, WORDS: tl.constexpr):
+    """Write words of an activation, each with a unit of its own. x: float32 [WORDS * 8]."""
+    x = tl.reshape(x, [WORDS, 8])
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.where(largest > 0, LARGEST / largest, 0.0)
+    value = tl.floor(x * scale[:, None] + 0.5).to(tl.int32)
+    high = (value + 128) >> 8
+    low = value - high * 256
+    # Sums under a mask rather than splits: a warp can do them alone.
+    i = tl.arange(0, 8)[None, :]
+    high = (high & 255) << (8 * (i % 4))
+    low = (low & 255) << (8 * (i % 4))
+    h0, h1 = tl.sum(tl.where(i < 4, high, 0), 1), tl.sum(tl.where(i < 4, 0, high), 1)
+    l0, l1 = tl.sum(tl.where(i < 4, low, 0), 1), tl.sum(tl.where(i < 4, 0, low), 1)
+    tl.store(units + word, largest * (0.5 / LARGEST), mask=inside)
+    tl.store(planes + word, h0, mask=inside)
+    tl.store(planes + LENGTH // 8 + word, h1, mask=inside)
+    tl.store(planes + 2 * (LENGTH // 8) + word, l0, mask=inside)
+    tl.store(planes + 3 * (LENGTH // 8) + word, l1, mask=inside)
+    tl.store(planes + 4 * (LENGTH // 8) + word, tl.sum(value, 1) * -12, mask=inside)
 
 
 @triton.jit
