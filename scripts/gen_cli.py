@@ -26,6 +26,7 @@ Environment variables:
 | variable | meaning |
 | --- | --- |
 | `HEADRACE_MODELS` | a folder of models: their names can be given as MODEL, and `models` lists them |
+| `HEADRACE_PROFILES` | the folder of measured machine profiles, instead of one in the user's cache |
 | `HEADRACE_API_KEY` | the key that `serve` asks for, out of sight of other users of the machine |
 | `HEADRACE_ISA` | the CPU kernels' instruction set: `scalar`, `avx2`, `avx512` (same bits) or `avx512_vnni` |
 | `HEADRACE_TRACEBACK` | `1` prints the traceback of an error |

@@ -18,6 +18,7 @@ from headrace.engine.choosing import (
     choose_pool,
     host_budget,
     one_of,
+    require_expert_store,
     why,
 )
 from headrace.engine.memory_plan import (
@@ -110,6 +111,7 @@ def _resolve_on_cpu(
         choices.append(Choice(name, str(value), reason))
 
     chosen("device", "cpu", host.reason)
+    require_expert_store(config, "everything runs on the CPU")
     _experts_on_cpu(config, spec, host.reason, chosen)
     backend = _backend(config, host.missing_kernels, chosen)
     threads = choose_threads(machine.cpu, config.threads, measured=machine.measured_threads)

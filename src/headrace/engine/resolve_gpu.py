@@ -19,6 +19,7 @@ from headrace.engine.choosing import (
     choose_pool,
     host_budget,
     one_of,
+    require_expert_store,
     why,
 )
 from headrace.engine.memory_plan import (
@@ -112,6 +113,7 @@ def resolve_on_gpu(
     room = _GpuRoom(spec, kv_format, block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
     chosen("experts", placed.mode, placed.reason)
+    require_expert_store(config, None if placed.layout else placed.reason)
     context = choose_context(config, spec, placed.room, workspace, chosen)
     num_blocks = choose_pool(
         config,
@@ -136,8 +138,11 @@ def resolve_on_gpu(
         reserve_nbytes=RESERVE_NBYTES,
         budget_nbytes=host_budget(config, machine, chosen),
     )
-    if placed.mode != "gpu":
-        plan.require_fit("the experts must fit the host's memory; choose a smaller model or format")
+    if placed.mode != "gpu" and config.expert_disk is None:
+        plan.require_fit(
+            "the experts must fit the host's memory; choose a smaller model or format, or name a "
+            "folder on a fast disk with --expert-disk"
+        )
     chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
     return Resolved(
         context=context,
@@ -157,6 +162,9 @@ def resolve_on_gpu(
         dense_format=dense,
         slots=placed.layout is not None,
         vram=vram,
+        expert_ram_nbytes=max(0, plan.headroom_nbytes + plan.weights_nbytes),
+        pin_budget_nbytes=config.pin_budget_nbytes,
+        expert_disk=config.expert_disk,
     )
 
 

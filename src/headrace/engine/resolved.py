@@ -28,7 +28,8 @@ class Resolved:
     device: "cpu" or "cuda". backend: "cpu", "triton" or "reference". dense_format: what matrices are
     converted to at load, None to leave them as stored. experts: "gpu" (all in GPU memory), "hybrid",
     "stream" or "cpu". slots: experts lie in slots of the expert cache, in ``vram.experts_nbytes``
-    bytes; else they are part of the model. plan: host memory; vram: GPU memory.
+    bytes; else they are part of the model. plan: host memory; vram: GPU memory. expert_ram_nbytes: host
+    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured.
     """
 
     context: int
@@ -48,6 +49,9 @@ class Resolved:
     dense_format: str | None = None
     slots: bool = False
     vram: VramPlan | None = None
+    expert_ram_nbytes: int = 0
+    pin_budget_nbytes: int | None = None
+    expert_disk: str | None = None
 
     @property
     def kv_tokens(self) -> int:
