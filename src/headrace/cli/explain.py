@@ -65,6 +65,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
+    png: Path | None = args.png
+    if png is not None:
+        from headrace.explain.report_png import require_matplotlib
+
+        require_matplotlib()
     config = engine_config(args)
     with loading_progress() as progress, ctrl_c_ends_at_once():
         from headrace.engine.engine import Engine
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         engine = Engine.load(config, progress)
     try:
         machine = this_machine(probe_machine(gpus=True), engine.info.threads)
-        if not args.no_probe and not any(name.startswith("kernel_mat") for name in machine.rates):
+        if not args.no_probe and not any(name.startswith("kernel_one_") for name in machine.rates):
             from headrace.engine.kernel_probe import probe_engine
 
             note("measuring the kernels' rates")
@@ -86,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
         engine.close()
     if report is None:
         raise InternalError(f"no {args.step} step was seen")
-    if args.png is not None:
+    if png is not None:
         from headrace.explain.report_png import write_png
 
-        write_png(report, *roofs_of(machine), args.png)
-        note(f"the roofline is in {args.png}")
+        write_png(report, *roofs_of(machine), png)
+        note(f"the roofline is in {png}")
     if args.json:
         print(json.dumps(report.to_data()))
     else:

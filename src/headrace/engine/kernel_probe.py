@@ -1,18 +1,24 @@
-"""Rates that this engine's kernels reach here, on matrices and caches that are nobody's model.
+"""Rates that this engine's kernels reach here, on matrices and caches of a model's shapes, but not its own.
 
 ``explain.kernel_rates`` predicts steps from them. Everything is read cold, as in a step: matrices and
-caches take turns over more memory than caches hold. Minima of several rounds; two to four seconds.
+caches take turns over more memory than caches hold. Each call is timed by itself and a low quantile
+kept, so that neighbours on the machine matter little; two to four seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from headrace.core.config import EngineConfig
+from headrace.core.model_spec import MoeSpec
 from headrace.core.request import GenerationRequest, SamplingParams
 from headrace.core.step import ScheduledChunk, StepStats
 from headrace.engine.batch import build_batch
@@ -20,20 +26,23 @@ from headrace.engine.engine import Engine
 from headrace.engine.sampler import SamplingState, choose
 from headrace.engine.this_machine import measured_rate
 from headrace.explain import leaf
-from headrace.explain.running_cost import MATRICES, RunningModel
+from headrace.explain.kernel_rates import rate_name
+from headrace.explain.running_cost import MATRICES, RunningModel, Stored
 from headrace.formats.base import PackedTensor, load_formats
 from headrace.kv.storage import DTYPES
 from headrace.machine.profile import Rate
-from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.records import Activation, AttentionBatch, ExpertWeights, LayerKV
 from headrace.ops.registry import OpSet
 
+T = TypeVar("T")
+
 COLD_NBYTES = 96 << 20  # three times the last-level cache of the CPUs at hand
-EDGE = 2048  # rows and columns of the matrices
-SMALL_ROWS, TINY_ROWS, TINY_COLS = 256, 32, 256
+EDGE = 2048  # width of the rows that are normalised
+TINY_ROWS, TINY_COLS = 16, 32
 MANY = 256  # rows that are multiplied at once
-CONTEXT = 4096
-BLOCK_TOKENS = 64
+CONTEXTS = (512, 4096)
 VOCAB = 65536
+SAMPLER_ROWS = 64
 ROUNDS = 7
 STEPS = 48
 HOST = (leaf.SCHEDULE, leaf.DETOKENIZE)
@@ -53,32 +62,23 @@ def probe_engine(engine: Engine) -> dict[str, Rate]:
 
 def probe_kernels(ops: OpSet, model: RunningModel) -> dict[str, Rate]:
     """Every rate that predicting this model's steps takes, by name."""
-    call_s, wake_s = 0.0, 0.0
-    rates: dict[str, Rate] = {}
-    kinds = {kind for names in MATRICES.values() for kind in names} - {"embed"}
-    formats = sorted({model.matrices[k].format for k in kinds if k in model.matrices})
-    for name in formats:
-        call_s, wake_s, matvec, matmul = _products(ops, name)
-        rates[f"kernel_matvec_{name}"] = measured_rate(
-            matvec, "GB/s", f"one row x {EDGE} x {EDGE}, cold"
-        )
-        rates[f"kernel_matmul_{name}"] = measured_rate(
-            matmul, "GFLOP/s", f"{MANY} rows x {EDGE} x {EDGE}"
-        )
-    rates["op_call"] = measured_rate(call_s, "s", "a product too small to wake threads")
-    rates["thread_wake"] = measured_rate(
-        wake_s, "s", f"{SMALL_ROWS} x {EDGE}, less its bytes and the call"
-    )
-    rates |= _attention(ops, model, wake_s + call_s)
+    tiny, row = packed("f32", TINY_ROWS, TINY_COLS), torch.ones(1, TINY_COLS)
+    call_s = _each([tiny], lambda matrix: ops.linear(row, matrix), 400)
+    rates = {"op_call": measured_rate(call_s, "s", "a product too small to wake threads")}
+    for ident, probe in class_probes(ops, model).items():
+        one, many = probe.rates(call_s)
+        name = rate_name(ident)
+        rates[f"kernel_one_{name}"] = measured_rate(one, "GB/s", f"{probe.how}, one row, in turns")
+        rates[f"kernel_many_{name}"] = measured_rate(many, "GFLOP/s", f"{probe.how}, {MANY} rows")
+    rates |= _attention(ops, model, call_s)
     x = torch.ones(MANY, EDGE)
     norm = torch.ones(EDGE)
-    seconds = _best(lambda: ops.rmsnorm(x, norm, 1e-5))
+    seconds = _each([x], lambda rows: ops.rmsnorm(rows, norm, 1e-5))
     rates["kernel_rows"] = measured_rate(4 * MANY * EDGE / seconds / 1e9, "GFLOP/s", "RMSNorm")
     rates["kernel_sampler"] = measured_rate(_sampler_gbps(), "GB/s", f"greedy over {VOCAB} logits")
     step_s, token_s = _host()
-    rates["step_host"] = measured_rate(
-        step_s, "s", "steps of the embedded model, less its operations"
-    )
+    how = "steps of the embedded model, less its operations"
+    rates["step_host"] = measured_rate(step_s, "s", how)
     rates["token_host"] = measured_rate(token_s, "s", "text of a token, the embedded model's")
     return rates
 
@@ -95,91 +95,195 @@ def packed(name: str, rows: int, cols: int) -> PackedTensor:
     return PackedTensor(name, (rows, cols), parts)
 
 
-def _best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    call()
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best
+def _each(items: Sequence[T], call: Callable[[T], object], rounds: int = ROUNDS) -> float:
+    """Seconds of one call, each with the next of ``items``: the tenth part of the times is below."""
+    times: list[float] = []
+    for turn in range(rounds + 1):
+        for item in items:
+            start = time.perf_counter()
+            call(item)
+            if turn:
+                times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 10]
 
 
-def _products(ops: OpSet, name: str) -> tuple[float, float, float, float]:
-    """Seconds of a call, seconds of a wake, GB/s of one row, GFLOP/s of many."""
-    tiny = packed(name, TINY_ROWS, TINY_COLS)
-    row = torch.ones(1, TINY_COLS)
-    call_s = _best(lambda: ops.linear(row, tiny), 200)
-    large = [packed(name, EDGE, EDGE)]
-    large += [packed(name, EDGE, EDGE) for _ in range(COLD_NBYTES // large[0].nbytes)]
-    x = torch.ones(1, EDGE)
+@dataclass(frozen=True)
+class ClassProbe:
+    """A class's operations on synthetic matrices of its shapes.
 
-    def pass_over(matrices: list[PackedTensor]) -> None:
-        for matrix in matrices:
-            ops.linear(x, matrix)
+    make: a new set of matrices; call: runs the operations on [T, K] rows with one set; nbytes: of a set
+    as read at one row; elements: multiply-adds of a row; copies: sets that take turns; calls: from Python.
+    """
 
-    nbytes = large[0].nbytes
-    each = _best(lambda: pass_over(large)) / len(large)
-    small = [packed(name, SMALL_ROWS, EDGE) for _ in range(COLD_NBYTES // 4 // (nbytes // 8))]
-    little = _best(lambda: pass_over(small)) / len(small)
-    # Two sizes give slope and offset: seconds = offset + bytes / rate.
-    per_byte = (each - little) / (nbytes - small[0].nbytes)
-    offset = max(little - small[0].nbytes * per_byte, call_s)
-    many = torch.ones(MANY, EDGE)
-    multiplied = _best(lambda: ops.linear(many, large[0]), 3)
-    return (
-        call_s,
-        max(offset - call_s, 1e-7),
-        1 / per_byte / 1e9,
-        2 * MANY * EDGE * EDGE / multiplied / 1e9,
+    make: Callable[[], Any]
+    call: Callable[[torch.Tensor, Any], object]
+    width: int
+    nbytes: float
+    elements: float
+    copies: int
+    calls: int
+    how: str
+
+    def rates(self, call_s: float) -> tuple[float, float]:
+        """GB/s at one row, GFLOP/s at many; the calls from Python are taken off."""
+        sets = [self.make() for _ in range(self.copies)]
+        one, many = torch.ones(1, self.width), torch.ones(MANY, self.width)
+        single = _each(sets, lambda weights: self.call(one, weights)) - self.calls * call_s
+        several = _each(sets[:1], lambda weights: self.call(many, weights), 3)
+        return self.nbytes / single / 1e9, 2 * MANY * self.elements / several / 1e9
+
+
+def class_probes(ops: OpSet, model: RunningModel) -> dict[str, ClassProbe]:
+    """A probe for every class of the model that multiplies with matrices."""
+    found: dict[str, ClassProbe] = {}
+    for ident, kinds in MATRICES.items():
+        stored = [model.matrices[kind] for kind in kinds if kind in model.matrices]
+        if not stored or ident in (leaf.EMBED, leaf.EXPERTS_GPU):
+            continue
+        nbytes = sum(s.nbytes / s.count for s in stored)
+        found[ident] = ClassProbe(
+            make=partial(_matrices, stored),
+            call=partial(_CALLS[ident], ops),
+            width=stored[0].cols,
+            nbytes=nbytes,
+            elements=sum(s.elements / s.count for s in stored),
+            copies=_copies(nbytes, model.spec.num_layers),
+            calls=2 if ident == leaf.DENSE_FFN else 1,
+            how=", ".join(f"{s.format} {s.rows} x {s.cols}" for s in stored),
+        )
+    if model.spec.moe is not None and "expert" in model.matrices:
+        found[leaf.EXPERTS_GPU] = _expert_probe(ops, model, model.spec.moe)
+    return found
+
+
+def _matrices(stored: Sequence[Stored]) -> list[PackedTensor]:
+    return [packed(s.format, s.rows, s.cols) for s in stored]
+
+
+def _copies(nbytes: float, layers: int) -> int:
+    """Sets that take turns: more than caches hold, but no more than the model has layers."""
+    return max(1, min(layers, round(COLD_NBYTES / nbytes) + 1))
+
+
+def _qkv(ops: OpSet, x: torch.Tensor, weights: Sequence[PackedTensor]) -> object:
+    return ops.linear_group(x, weights, [None] * len(weights))
+
+
+def _linear(ops: OpSet, x: torch.Tensor, weights: Sequence[PackedTensor]) -> object:
+    return ops.linear(x, weights[0])
+
+
+def _feed_forward(ops: OpSet, x: torch.Tensor, weights: Sequence[PackedTensor]) -> object:
+    gate, up, down = weights
+    return ops.linear(ops.gated_linear(x, gate, up, Activation()), down)
+
+
+_CALLS: dict[str, Callable[[OpSet, torch.Tensor, Sequence[PackedTensor]], object]] = {
+    leaf.QKV: _qkv,
+    leaf.O_PROJECTION: _linear,
+    leaf.DENSE_FFN: _feed_forward,
+    leaf.ROUTER: _linear,
+    leaf.LM_HEAD: _linear,
+}
+
+
+def _expert_probe(ops: OpSet, model: RunningModel, moe: MoeSpec) -> ClassProbe:
+    """One layer's experts; each row uses other ones."""
+    stored, width, inner = model.matrices["expert"], model.spec.hidden, moe.intermediate
+    count, chosen = moe.num_experts, moe.num_experts_per_token
+    turn = itertools.count()
+
+    def make() -> ExpertWeights:
+        def stack(rows: int, cols: int) -> list[PackedTensor]:
+            return [packed(stored.format, rows, cols) for _ in range(count)]
+
+        return ExpertWeights(stack(inner, width), stack(inner, width), stack(width, inner))
+
+    def call(x: torch.Tensor, weights: ExpertWeights) -> object:
+        first = torch.arange(x.shape[0])[:, None] * chosen + next(turn) * chosen
+        ids = ((first + torch.arange(chosen)) % count).to(torch.int32)
+        shares = torch.full((x.shape[0], chosen), 1 / chosen)
+        return ops.moe(x, ids, shares, weights, Activation())
+
+    mixtures = sum(layer.moe for layer in model.spec.layers)
+    one = 3 * width * inner
+    return ClassProbe(
+        make=make,
+        call=call,
+        width=width,
+        nbytes=stored.nbytes / mixtures * chosen / count,
+        elements=chosen * one,
+        copies=_copies(stored.nbytes / mixtures, mixtures),
+        calls=5,  # the choice is made here, by four small operations of torch
+        how=f"{chosen} of {count} experts, {stored.format} 3 x {width} x {inner}",
     )
 
 
-def _attention(ops: OpSet, model: RunningModel, offset_s: float) -> dict[str, Rate]:
-    """Attention with the model's heads over caches of ``CONTEXT`` tokens."""
+def _attention(ops: OpSet, model: RunningModel, call_s: float) -> dict[str, Rate]:
+    """Attention with the model's heads: a layer's fixed time and the cache's rate from two lengths."""
     spec, dtype = model.spec, DTYPES[model.kv_format]
-    blocks = CONTEXT // BLOCK_TOKENS
-    shape = (blocks, spec.num_kv_heads, BLOCK_TOKENS, spec.head_dim)
-    one = 2 * CONTEXT * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    caches = [
-        LayerKV(torch.full(shape, 0.5, dtype=dtype), torch.full(shape, 0.5, dtype=dtype))
-        for _ in range(max(2, COLD_NBYTES // one))
-    ]
     scale = spec.head_dim**-0.5
 
-    def batch(new: int) -> AttentionBatch:
-        chunk = ScheduledChunk(0, (0,) * new, CONTEXT - new, tuple(range(blocks)), True)
-        return build_batch([chunk], BLOCK_TOKENS, torch.device("cpu"))[1]
+    def batch(new: int, context: int) -> AttentionBatch:
+        blocks = tuple(range(context // model.block_tokens))
+        chunk = ScheduledChunk(0, (0,) * new, context - new, blocks, True)
+        return build_batch([chunk], model.block_tokens, torch.device("cpu"))[1]
 
-    single, several = batch(1), batch(MANY)
+    def caches(context: int) -> list[LayerKV]:
+        shape = (
+            context // model.block_tokens,
+            spec.num_kv_heads,
+            model.block_tokens,
+            spec.head_dim,
+        )
+        return [
+            LayerKV(torch.full(shape, 0.5, dtype=dtype), torch.full(shape, 0.5, dtype=dtype))
+            for _ in range(_copies(nbytes(context), 4 * spec.num_layers))
+        ]
+
+    def nbytes(context: int) -> int:
+        return 2 * context * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
     q = torch.full((1, spec.num_heads, spec.head_dim), 0.5)
+    times: list[float] = []
+    for context in CONTEXTS:
+        single = batch(1, context)
+
+        def decode(kv: LayerKV, batch: AttentionBatch = single) -> object:
+            return ops.attention_decode(q, kv, batch, scale, None, None)
+
+        found = _each(caches(context), decode)
+        times.append(found - call_s)
+    short, long = map(nbytes, CONTEXTS)
+    per_byte = (times[1] - times[0]) / (long - short)
     queries = torch.full((MANY, spec.num_heads, spec.head_dim), 0.5)
-
-    def decode() -> None:
-        for cache in caches:
-            ops.attention_decode(q, cache, single, scale, None, None)
-
-    seconds = _best(decode) / len(caches) - offset_s
-    met = MANY * (CONTEXT - MANY) + MANY * (MANY + 1) / 2
-    flops = (4 * spec.head_dim + 1) * spec.num_heads * met
-    several_s = _best(
-        lambda: ops.attention_prefill(queries, caches[0], several, scale, None, None), 3
+    several = batch(MANY, CONTEXTS[1])
+    many = _each(
+        caches(CONTEXTS[1])[:1],
+        lambda kv: ops.attention_prefill(queries, kv, several, scale, None, None),
+        3,
     )
-    how = f"{spec.num_heads}:{spec.num_kv_heads} heads of {spec.head_dim} over {CONTEXT} tokens"
+    met = MANY * (CONTEXTS[1] - MANY) + MANY * (MANY + 1) / 2
+    flops = (4 * spec.head_dim + 1) * spec.num_heads * met
+    how = f"{spec.num_heads}:{spec.num_kv_heads} heads of {spec.head_dim}, {model.kv_format}"
     return {
-        f"kernel_attention_decode_{model.kv_format}": measured_rate(
-            one / seconds / 1e9, "GB/s", f"{how}, cold"
+        "kernel_attention_decode": measured_rate(
+            1 / per_byte / 1e9, "GB/s", f"{how}, {CONTEXTS[0]} to {CONTEXTS[1]} tokens, in turns"
         ),
-        f"kernel_attention_prefill_{model.kv_format}": measured_rate(
-            flops / several_s / 1e9, "GFLOP/s", f"{how}, {MANY} at once"
+        "attention_call": measured_rate(
+            max(times[0] - short * per_byte, 1e-7), "s", f"{how}, without the cache's bytes"
+        ),
+        "kernel_attention_prefill": measured_rate(
+            flops / many / 1e9, "GFLOP/s", f"{how}, {MANY} after {CONTEXTS[1] - MANY} tokens"
         ),
     }
 
 
 def _sampler_gbps() -> float:
-    logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=VOCAB).astype(np.float32) for _ in range(SAMPLER_ROWS)]
     state = SamplingState(SamplingParams(temperature=0.0), 0, 0, (1,))
-    return logits.nbytes / _best(lambda: choose(logits, state, 1), 20) / 1e9
+    return rows[0].nbytes / _each(rows, lambda logits: choose(logits, state, 1)) / 1e9
 
 
 def _host() -> tuple[float, float]:

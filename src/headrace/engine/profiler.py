@@ -72,11 +72,20 @@ def running_model(decoder: Profilable, cache: LayerKV, kv_format: str) -> Runnin
             elements=sum(_elements(w) for w in weights),
             nbytes=sum(w.nbytes for w in weights),
             format=weights[0].format,
+            rows=weights[0].rows,
+            cols=weights[0].cols,
         )
         for kind, weights in kinds.items()
     }
     keys = cache.keys
-    return RunningModel(decoder.spec, matrices, float(keys.element_size()), kv_format, keys.is_cuda)
+    return RunningModel(
+        decoder.spec,
+        matrices,
+        float(keys.element_size()),
+        kv_format,
+        keys.is_cuda,
+        cache.block_tokens,
+    )
 
 
 def _elements(weight: PackedTensor) -> int:

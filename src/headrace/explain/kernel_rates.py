@@ -1,16 +1,18 @@
 """What a step should take with this engine's own kernels: work over rates that a probe measured.
 
-A floor divides by what the hardware can do. This divides by what the kernels reach on matrices and
-caches of other sizes than the model's, measured beforehand, and adds a wake of the threads for each
-operation and the host's work for each step. Nothing in it is fitted to the steps that it predicts.
+A floor divides by what the hardware can do. This divides by what the kernels reach on synthetic matrices
+and caches, measured beforehand, and adds calls from Python and the host's work for each step. Nothing in
+it is fitted to the steps that it predicts.
 
-Rates of a ``MachineProfile``, beside the hardware's:
+Rates of a ``MachineProfile``, beside the hardware's; CLASS is the id with underscores:
 
-- ``kernel_matvec_<format>`` (GB/s of stored weights, one row), ``kernel_matmul_<format>`` (GFLOP/s, many)
-- ``kernel_attention_decode_<cache>`` (GB/s of the cache), ``kernel_attention_prefill_<cache>`` (GFLOP/s)
+- ``kernel_one_CLASS`` (GB/s of stored weights at one row), ``kernel_many_CLASS`` (GFLOP/s at many): its
+  operations with matrices of the model's shapes and formats, wakes of the threads included
+- ``kernel_attention_decode`` (GB/s of the cache) and ``attention_call`` (s, of each layer beside that),
+  ``kernel_attention_prefill`` (GFLOP/s)
 - ``kernel_rows`` (GFLOP/s of norms, rotations and the like), ``kernel_sampler`` (GB/s of logits)
-- ``thread_wake``, ``op_call``, ``step_host``, ``token_host`` (s): of an operation; of a call from Python;
-  of the host for each step; for each sequence in it
+- ``op_call``, ``step_host``, ``token_host`` (s): of a call from Python; of the host for each step; for each
+  sequence in it
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from headrace.machine.profile import MachineProfile
 FUSED_CALLS, SINGLE_CALLS = 2, 10
 MIXTURE_CALLS = 4  # norm, router, choice, experts
 OTHER_CALLS = 3  # embedding, last norm, head
-_ATTENTION = {leaf.ATTENTION_DECODE: "decode", leaf.ATTENTION_PREFILL: "prefill"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def predict(model: RunningModel, rows: StepRows, machine: MachineProfile) -> Pre
         MachineError: a rate is missing; the message names it.
     """
     classes = {
-        name: _class_seconds(name, one, model, rows, machine)
+        name: _class_seconds(name, one, rows, machine)
         for name, one in running_cost(model, rows).items()
     }
     classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
@@ -82,32 +83,25 @@ def _calls(model: RunningModel, rows: StepRows) -> int:
     return dense * FUSED_CALLS + mixtures * (1 + MIXTURE_CALLS) + OTHER_CALLS
 
 
-def _class_seconds(
-    name: str, one: ClassWork, model: RunningModel, rows: StepRows, machine: MachineProfile
-) -> float:
+def _class_seconds(name: str, one: ClassWork, rows: StepRows, machine: MachineProfile) -> float:
     if not one.calls:
         return 0.0
     flops = one.work.flops
     if name in MATRICES and name != leaf.EMBED:
-        return one.calls * rate_of(machine, "thread_wake") + _products(name, one, model, machine)
-    if name in _ATTENTION:
-        kind = f"kernel_attention_{_ATTENTION[name]}_{model.kv_format}"
-        amount = one.work.dram_nbytes if rows.decode else flops
-        return one.calls * rate_of(machine, "thread_wake") + amount / rate_of(machine, kind)
+        ident = rate_name(name)
+        read = one.matrix_nbytes / rate_of(machine, f"kernel_one_{ident}")
+        return max(read, flops / rate_of(machine, f"kernel_many_{ident}"))
+    if name == leaf.ATTENTION_DECODE:
+        calls = len(rows.sequences) * one.calls
+        read = one.work.dram_nbytes / rate_of(machine, "kernel_attention_decode")
+        return calls * rate_of(machine, "attention_call") + read
+    if name == leaf.ATTENTION_PREFILL:
+        return flops / rate_of(machine, "kernel_attention_prefill")
     if name == leaf.SAMPLING:
         return one.work.dram_nbytes / rate_of(machine, "kernel_sampler")
     return flops / rate_of(machine, "kernel_rows")
 
 
-def _products(name: str, one: ClassWork, model: RunningModel, machine: MachineProfile) -> float:
-    """Products with the class's matrices, each kind at its format's rates."""
-    kinds = [kind for kind in MATRICES[name] if kind in model.matrices]
-    total = sum(model.matrices[kind].nbytes for kind in kinds)
-    seconds = 0.0
-    for kind in kinds:
-        stored = model.matrices[kind]
-        share = stored.nbytes / total
-        read = one.matrix_nbytes * share / rate_of(machine, f"kernel_matvec_{stored.format}")
-        multiplied = one.work.flops * share / rate_of(machine, f"kernel_matmul_{stored.format}")
-        seconds += max(read, multiplied)
-    return seconds
+def rate_name(ident: str) -> str:
+    """A class's id as a part of a rate's name."""
+    return ident.replace("-", "_")

@@ -34,12 +34,14 @@ MATRICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Stored:
-    """All matrices of one kind: how many, their elements and bytes, and their numeric format."""
+    """All matrices of one kind: how many, their elements and bytes, numeric format, and one's shape."""
 
     count: int
     elements: int
     nbytes: int
     format: str
+    rows: int = 0
+    cols: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class RunningModel:
     kv_nbytes: float
     kv_format: str
     gpu: bool = False
+    block_tokens: int = 32  # of the cache
 
     @property
     def weights_nbytes(self) -> int:
