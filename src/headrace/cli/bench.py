@@ -71,6 +71,7 @@ def measure(
     from headrace.machine.bandwidth import HostLoads, Measurement
     from headrace.machine.link import link_peak_gbps, read_link
     from headrace.machine.pages import HostBlock
+    from headrace.machine.peaks import published_peaks
     from headrace.machine.probe import probe_machine
     from headrace.machine.profile_store import machine_key, profiles_folder, save_profile
     from headrace.machine.threads import choose_threads
@@ -94,7 +95,7 @@ def measure(
             loads = HostLoads(read_load(block), experts)
             profile = Measurement(machine, loads, gpu, link, progress).run()
             if gpu is not None:
-                peaks = gpu.peaks()
+                peaks = published_peaks(gpu.profile) | gpu.peaks()
                 peak = link_peak_gbps(link)
                 names = ("pcie_h2d", "pcie_d2h", "pcie_gather")
                 peaks |= {} if peak is None else dict.fromkeys(names, peak)
