@@ -155,6 +155,20 @@ def cpu_experts() -> CpuExperts:
     return module
 
 
+def gpu_experts() -> Any:
+    """The kernels of the expert cache: the module ``ops.triton.experts``.
+
+    Raises:
+        MachineError: Triton's kernels cannot run here.
+    """
+    reason = unavailable_reason("triton")
+    if reason is not None:
+        raise MachineError(
+            f"the expert cache has no GPU kernels: {reason}", hint="use --device cpu"
+        )
+    return importlib.import_module("headrace.ops.triton.experts")
+
+
 def instruction_set(backend: str) -> str | None:
     """The CPU instruction set that ``backend`` computes with, if it has a say in that."""
     chosen = getattr(importlib.import_module(f"headrace.ops.{backend}"), "isa", None)
