@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
 from headrace.machine.probe import Machine, importable, probe_machine
-from headrace.machine.profile import MachineProfile
-from headrace.machine.profile_store import age_days, profile_of, with_profile
 from headrace.machine.threads import ThreadChoice, choose_threads
+
+if TYPE_CHECKING:
+    from headrace.machine.profile import MachineProfile
 
 
 def add_parser(commands: Commands) -> None:
@@ -105,6 +106,8 @@ class Accounts:
 
 def look_at_accounts(machine: Machine) -> Accounts:
     """Decide the pin budget and find the profile."""
+    from headrace.machine.profile_store import profile_of
+
     profile, note = profile_of(machine)
     if not importable("torch"):
         return Accounts(profile=profile, profile_note=note)
@@ -115,6 +118,8 @@ def look_at_accounts(machine: Machine) -> Accounts:
 
 
 def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]]:
+    from headrace.machine.profile_store import age_days
+
     found: list[tuple[str, str]] = []
     if not machine.gpus:
         found.append(("pinned memory", "none: there is no GPU to read it"))
@@ -178,6 +183,8 @@ def report(
     machine: Machine, threads: ThreadChoice, kernels: Kernels, accounts: Accounts | None = None
 ) -> dict[str, Any]:
     """The report as data."""
+    from headrace.machine.profile_store import age_days
+
     accounts = accounts or Accounts()
     profile = accounts.profile
     return {
@@ -203,6 +210,8 @@ def report(
 
 
 def run(args: argparse.Namespace) -> int:
+    from headrace.machine.profile_store import with_profile
+
     machine = with_profile(probe_machine(gpus=True))
     threads = choose_threads(
         machine.cpu, reserve=1 if machine.gpus else 0, measured=machine.measured_threads

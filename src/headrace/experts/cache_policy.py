@@ -227,18 +227,19 @@ class ValuePolicy:
         hits: list[int] = []
         misses: list[tuple[float, int]] = []
         self._victims = None
-        for expert in experts:
-            self._layer = expert // self.shape.num_experts
-            for counter in self._counters:
+        for counter in self._counters:
+            for expert in experts:
                 counter[expert] += 1.0
+        worths = self._worth([[f[expert] for expert in experts] for f in self._counters])
+        for expert, worth in zip(experts, worths, strict=True):
+            self._layer = expert // self.shape.num_experts
             self._used.add(expert)
-            self._values[expert] = self._worth([f[expert : expert + 1] for f in self._counters])[0]
-            worth = -self._values[expert]
+            self._values[expert] = worth
             for unit in self.shape.units_of(expert):
                 if unit in self._slots:
                     hits.append(unit)
                 else:
-                    misses.append((worth, unit))
+                    misses.append((-worth, unit))
         return LookUp(tuple(hits), tuple(unit for _, unit in sorted(misses)))
 
     def admit(self, unit: int) -> Admission | None:
@@ -269,7 +270,7 @@ class ValuePolicy:
         """The three counters, slowest last."""
         return tuple(f[expert] for f in self._counters)
 
-    def _worth(self, counters: Sequence[array[float]]) -> array[float]:
+    def _worth(self, counters: Sequence[Sequence[float]]) -> array[float]:
         """v of each entry; every intermediate is rounded to float32."""
         a, b, c = (
             array("f", [f + floor for f in counter])
