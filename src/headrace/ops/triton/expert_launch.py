@@ -26,6 +26,7 @@ from headrace.ops.triton.expert_matvec import (
     mxfp4_down,
     mxfp4_gate_up,
 )
+from headrace.ops.triton.expert_mma import mma_down, mma_gate_up
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
     COUNT_HITS,
@@ -37,11 +38,12 @@ from headrace.ops.triton.expert_state import PlanState
 FORMATS = ("mxfp4", "bf16")
 WEIGHTS_OF_SCALE = 32  # MXFP4
 WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
-NUM_PLANES = 5
+NUM_PLANES = 6
 MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 512
 BF16_TILE = 16
+MMA_GATE_UP_WARPS = 4  # 64 rows: their 32 activations are one block
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,18 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
-    gate_up_programs: int = 2
-    gate_up_warps: int = 8
-    gate_up_tile: int = 16  # rows; a multiple of 16, since eight results are quantised together
-    gate_up_registers: int | None = None
-    down_programs: int = 4
-    down_warps: int = 4
-    down_tile: int = 32
-    down_registers: int | None = None
-    gather_programs: int = 24  # on the whole GPU
+    tensor_cores: bool = True  # MXFP4 by mma; by dp4a otherwise
+    gate_up_programs: int = 5
+    gate_up_warps: int = 8  # dp4a
+    gate_up_tile: int = (
+        16  # dp4a: rows; a multiple of 16, since eight results are quantised together
+    )
+    gate_up_registers: int | None = 96
+    down_programs: int = 10
+    down_warps: int = 2
+    down_tile: int = 16  # dp4a
+    down_registers: int | None = 96
+    gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
     gather_words: int = 2048
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
@@ -186,7 +191,14 @@ class ExpertLauncher:
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         weights, scales, bias = g.gate_up
         grid = (t.gate_up_programs * self._sms,)
-        if self._mxfp4:
+        if self._mxfp4 and t.tensor_cores:
+            mma_gate_up[grid](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
+                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
+                weights, scales, bias, *sizes, *gate, MMA_GATE_UP_WARPS,
+                num_warps=MMA_GATE_UP_WARPS, maxnreg=t.gate_up_registers,
+            )  # fmt: skip
+        elif self._mxfp4:
             mxfp4_gate_up[grid](
                 self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
                 self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
@@ -204,7 +216,13 @@ class ExpertLauncher:
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         weights, scales, bias = g.down
         grid = (t.down_programs * self._sms,)
-        if self._mxfp4:
+        if self._mxfp4 and t.tensor_cores:
+            mma_down[grid](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
+                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
+                bias, *sizes, t.down_warps, num_warps=t.down_warps, maxnreg=t.down_registers,
+            )  # fmt: skip
+        elif self._mxfp4:
             mxfp4_down[grid](
                 self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
                 self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
