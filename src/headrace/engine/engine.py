@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.core.config import EngineConfig
-from headrace.core.errors import DeviceLostError, EngineDeadError
+from headrace.core.errors import DeviceLostError, EngineDeadError, WorkerLostError
 from headrace.core.request import (
     FinishReason,
     GenerationRequest,
@@ -197,6 +197,7 @@ class Engine:
             preemptions_total=counters.preemptions,
             steps_total=counters.steps,
             step_seconds_total=self._step_seconds,
+            experts=None if self._experts is None else self._experts.snapshot(),
         )
 
     def close(self) -> None:
@@ -262,12 +263,20 @@ class Engine:
         """Run the plan's chunks; where that fails, find out whose fault it is.
 
         The chunks are then computed one by one, which gives the same values. Those that fail alone,
-        too, fail their request and nobody else's.
+        too, fail their request and nobody else's. Lost threads are different: they fail every request
+        of the step, since finding out may take as long as the watchdog's patience for each of them,
+        and everybody else would wait.
         """
         try:
             return self._compute_chunks(plan.step, plan.chunks, ranges), []
         except DeviceLostError:
             raise
+        except WorkerLostError as error:
+            return StepOutput(plan.step), [
+                self._fail(chunk, error)
+                for chunk in plan.chunks
+                if chunk.seq_id in self._sequences  # a sibling has failed the request
+            ]
         except Exception:
             log.exception("step %d failed; computing its chunks one by one", plan.step)
         self._device.release_cached()

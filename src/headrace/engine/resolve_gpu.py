@@ -22,6 +22,7 @@ from headrace.engine.choosing import (
     require_expert_store,
     why,
 )
+from headrace.engine.expert_rates import automatic_placement
 from headrace.engine.memory_plan import (
     KV_ELEMENT_NBYTES,
     RESERVE_NBYTES,
@@ -256,10 +257,22 @@ def _place_experts(
             problem, hint="give a larger --vram-budget, a smaller model, or --device cpu"
         )
     shared = replace(room, share=KV_SHARE_BESIDE_SLOTS)
-    mode = "hybrid" if config.experts == "auto" else config.experts
-    missing = f"{-plan.headroom_nbytes / 1e6:,.0f} MB are missing to hold all of them"
-    reason = missing if config.experts == "auto" else "as configured"
+    mode, reason = config.experts, "as configured"
+    if mode == "auto":
+        left = everything + plan.headroom_nbytes
+        mode, reason = _fastest(spec, layout, left, support)
+        reason = f"{-plan.headroom_nbytes / 1e6:,.0f} MB are missing to hold all of them; {reason}"
     return _Placed(mode, reason, shared, KV_SHARE_BESIDE_SLOTS, 0, layout)
+
+
+def _fastest(
+    spec: ModelSpec, layout: SlabLayout, slots_nbytes: int, support: GpuSupport
+) -> tuple[str, str]:
+    """The placement of experts that do not all fit, and why."""
+    choice = automatic_placement(spec, layout, slots_nbytes, support.known)
+    if choice is None:
+        return "hybrid", "the rates of PCIe and of the CPU are not known yet"
+    return choice.placement, choice.reason
 
 
 def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLayout | None:

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from headrace.core.errors import InternalError
-from headrace.experts.paths import HALF_LIFE_STEPS, ExpertCounts
+from headrace.experts.paths import HALF_LIFE_STEPS, CacheView, ExpertCounts
 from headrace.experts.plan_oracle import PlanShape, decay_table
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
+from headrace.experts.stream import SliceProduct
 from headrace.machine.device import Device
 from headrace.ops import registry
 from headrace.ops.records import Activation
 
 _WORD = 4  # bytes of an int32
+NANO = 1e9
 
 
 class GpuPaths:
@@ -30,6 +32,7 @@ class GpuPaths:
     Args:
         store: its pinned layers can be fetched.
         fields: the request block's; block: its memory, uint8, pinned; None without a CPU service.
+        max_tokens: of a decoding step; the block's if None.
         tuning: ``ops.triton.experts.Tuning``; the measured one if None.
     """
 
@@ -43,6 +46,8 @@ class GpuPaths:
         block: torch.Tensor | None,
         top_k: int,
         tuning: Any = None,
+        *,
+        max_tokens: int | None = None,
     ) -> None:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
@@ -55,7 +60,7 @@ class GpuPaths:
             num_slots=shape.num_slots,
             max_fetch=shape.max_fetch,
             window=shape.window,
-            max_tokens=fields.max_tokens,
+            max_tokens=max_tokens or fields.max_tokens,
             top_k=top_k,
             request=tuple(offset // _WORD for offset in at),
         )
@@ -129,9 +134,60 @@ class GpuPaths:
         self.state.owner_of.copy_(owner_of)
 
     def counts(self) -> ExpertCounts:
+        """Waits for the GPU. The CPU's own figures are its service's."""
+        totals: list[int] = self.state.totals.tolist()
+        hits, fetched, computed, layers, _, admitted, *_ = totals
+        fetch_ns, stalls, stall_ns = totals[self._kernels.NUM_COUNTS :]
+        return ExpertCounts(
+            hits,
+            fetched,
+            computed,
+            admitted,
+            layers,
+            fetch_s=fetch_ns / NANO,
+            stalls=stalls,
+            stall_s=stall_ns / NANO,
+        )
+
+    def view(self) -> CacheView:
         """Waits for the GPU."""
-        hits, fetched, computed, layers, _, admitted, *_ = self.state.totals.tolist()
-        return ExpertCounts(hits, fetched, computed, admitted, layers)
+        s = self.state
+        age = (s.state[0] - s.last_use).clamp(max=s.decay.shape[0] - 1)
+        values = s.score * s.decay[age.long()]
+        return CacheView(
+            values.cpu().numpy(),
+            s.slot_of.cpu().numpy(),
+            s.owner_of[: self.shape.num_slots].cpu().numpy(),
+        )
+
+    def slots_used(self) -> int:
+        """Waits for the GPU."""
+        return int((self.state.owner_of[: self.shape.num_slots] >= 0).sum())
+
+    def replace(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        device = self.state.slot_of.device
+        slots, old, new = torch.tensor(list(changes), dtype=torch.int32, device=device).T
+        self.state.slot_of[old[old >= 0].long()] = -1
+        self.state.slot_of[new.long()] = slots
+        self.state.owner_of[slots.long()] = new
+
+    def slot(self, number: int) -> torch.Tensor:
+        nbytes = self._store.layout.slice_nbytes
+        return self.arena[number * nbytes : (number + 1) * nbytes]
+
+    def slots_of(self, layer: int) -> list[int]:
+        """Waits for the GPU."""
+        size = self.shape.num_experts * self.shape.num_slices
+        return self.state.slot_of[layer * size : (layer + 1) * size].tolist()
+
+    def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
+        first = self.shape.key(layer, 0, 0)
+        self.replace([(s, first + old if old >= 0 else old, first + new) for s, old, new in changes])
+
+    def product(self, act: Activation) -> SliceProduct:
+        """Computes a slice for many tokens, by matrix products in bfloat16."""
+        kernels, geometry = self._kernels, _slices(self._kernels, self._store.layout)
+        return lambda piece, x: kernels.slice_product(geometry, piece, x, act)
 
 
 def _slices(kernels: Any, layout: SlabLayout) -> Any:

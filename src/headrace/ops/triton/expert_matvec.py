@@ -9,15 +9,21 @@ partial result for each (pair, slice), and their sum for each token in a fixed o
 (``expert_combine``), the CPU's part included. No atomics: the same placement gives the same bits.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import COUNT_CPU
+from headrace.ops.triton.expert_plan import (
+    COUNT_CPU,
+    TOTAL_STALL_NS,
+    TOTAL_STALLS,
+    clock_ns,
+)
 from headrace.ops.triton.expert_rows import (
     BLOCK,
     NUM_PLANES,
@@ -303,8 +309,8 @@ def expert_combine(
 
 @triton.jit
 def expert_await(
-    counts, state, block, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr, STATE_SEQ: tl.constexpr,
-    STATE_FAILED: tl.constexpr, SPINS: tl.constexpr,
+    counts, state, block, totals, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr,
+    STATE_SEQ: tl.constexpr, STATE_FAILED: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
     """Wait until the CPU has answered this layer's request; one program of one warp.
 
@@ -314,12 +320,17 @@ def expert_await(
     if tl.load(counts + COUNT_CPU) > 0:
         seq = tl.load(state + STATE_SEQ)
         spins = 0
+        start = clock_ns()
         waiting = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
+        stalled = waiting.to(tl.int64)
         while waiting != 0:
             spins += 1
             ack = tl.load(block + AT_ACK, volatile=True)
             abort = tl.load(block + AT_ABORT, volatile=True)
             waiting = ((ack != seq) & (abort == 0) & (spins < SPINS)).to(tl.int32)
+        tl.store(totals + TOTAL_STALLS, tl.load(totals + TOTAL_STALLS) + stalled)
+        spent = totals + TOTAL_STALL_NS
+        tl.store(spent, tl.load(spent) + stalled * (clock_ns() - start))
         if tl.load(block + AT_ACK, volatile=True) != seq:
             tl.store(state + STATE_FAILED, 1)
             tl.store(block + AT_ABORT, 1)

@@ -13,13 +13,14 @@ Device state, int32 unless said:
 - ``hits``, ``fetches`` [n, 4]: slot, expert * S + slice, first pair, pairs
 - ``pair_token``, ``pair_weight`` float32, ``on_gpu`` (bit s: slice s is computed here) [T * k], by pair
 - ``pair_of`` [T * k]: pair of each id, -1 for none
-- ``totals`` int64 [8]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans
+- ``totals`` int64 [11]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans; TOTAL_*
 
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -39,6 +40,10 @@ COUNT_CPU = tl.constexpr(2)
 COUNT_PAIRS = tl.constexpr(3)
 COUNT_MISSING = tl.constexpr(4)
 COUNT_ADMITTED = tl.constexpr(5)
+# Of ``totals`` only, by other kernels: fetches' nanoseconds, waits for the CPU, their nanoseconds.
+TOTAL_FETCH_NS = tl.constexpr(8)
+TOTAL_STALLS = tl.constexpr(9)
+TOTAL_STALL_NS = tl.constexpr(10)
 
 
 @triton.jit
@@ -51,11 +56,23 @@ def fence_system():
 
 
 @triton.jit
+def clock_ns():
+    """The GPU's clock in nanoseconds, int64; 0 in the interpreter."""
+    if INTERPRETED:
+        return tl.zeros((), tl.int64)
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def expert_plan(
     ids_ptr, weights_ptr, slot_of, owner_of, score, last_use, decay, victims, split, state,
     counts, hits, fetches, pair_token, pair_weight, pair_of, on_gpu, totals, block, layer,
     USES: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
-    SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, DECAY: tl.constexpr, SPLIT: tl.constexpr, HAS_CPU: tl.constexpr,
+    SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, DECAY: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_CPU: tl.constexpr,
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +141,7 @@ def expert_plan(
     tl.store(pair_weight + pair, weight, mask=valid)
     tl.store(pair_of + i, tl.where(valid, pair, -1), mask=i < USES)
     num_valid = tl.sum(valid.to(tl.int32), 0)
-    if HAS_CPU:
+    if HAS_CPU:  # noqa: SIM102 (one is known when the kernel is compiled)
         if total_cpu > 0:
             items = block + AT_ITEMS + cpu_at * 4
             is_cpu = cpu != 0

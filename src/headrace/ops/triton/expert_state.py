@@ -4,8 +4,8 @@ One ``PlanState`` serves all layers and all batch sizes; every tensor keeps its 
 captured graphs stay valid.
 """
 
-# pyright: reportIndexIssue=false, reportCallIssue=false
 # ``kernel[grid](...)`` is Triton's launch syntax.
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import torch
 from headrace.ops.triton.expert_plan import begin_step, expert_plan, rank_victims
 
 NUM_COUNTS = 8
+# After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them.
+NUM_TOTALS = NUM_COUNTS + 3
 RANK_MINE = 32  # slots ranked by one program; small, so that thousands of slots fill the GPU
 RANK_CHUNK = 128
 SMALLEST_AXIS = 2  # Triton's scans want more than one element
@@ -104,7 +106,7 @@ def new_plan_state(
         pair_weight=torch.zeros(g.max_uses, device=device),
         pair_of=ints(g.max_uses, value=-1),
         on_gpu=ints(g.max_uses),
-        totals=torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device),
+        totals=torch.zeros(NUM_TOTALS, dtype=torch.int64, device=device),
         block=block,
     )
 

@@ -9,7 +9,9 @@ from headrace.ops.triton.expert_launch import (
     SliceGeometry,
     Tuning,
 )
+from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
+    NUM_COUNTS,
     PlanGeometry,
     PlanState,
     new_plan_state,
@@ -19,6 +21,7 @@ from headrace.ops.triton.expert_state import (
 
 __all__ = [
     "FORMATS",
+    "NUM_COUNTS",
     "ExpertLauncher",
     "PlanGeometry",
     "PlanState",
@@ -27,5 +30,6 @@ __all__ = [
     "Tuning",
     "new_plan_state",
     "plan_layer",
+    "slice_product",
     "start_step",
 ]
