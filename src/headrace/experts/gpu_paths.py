@@ -182,7 +182,9 @@ class GpuPaths:
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
-        self.replace([(s, first + old if old >= 0 else old, first + new) for s, old, new in changes])
+        self.replace(
+            [(s, first + old if old >= 0 else old, first + new) for s, old, new in changes]
+        )
 
     def product(self, act: Activation) -> SliceProduct:
         """Computes a slice for many tokens, by matrix products in bfloat16."""

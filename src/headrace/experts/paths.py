@@ -251,7 +251,9 @@ class HostPaths:
     def counts(self) -> ExpertCounts:
         nbytes = self._counts[2] * self._store.layout.slice_nbytes
         # It never stalls: the CPU's part is computed when it is waited for.
-        return ExpertCounts(*self._counts, self._fetch_s, nbytes, self._compute_s)
+        return ExpertCounts(
+            *self._counts, fetch_s=self._fetch_s, cpu_nbytes=nbytes, compute_s=self._compute_s
+        )
 
     def view(self) -> CacheView:
         tables = self.tables
@@ -280,7 +282,9 @@ class HostPaths:
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
-        self.replace([(s, first + old if old != FREE else FREE, first + new) for s, old, new in changes])
+        self.replace(
+            [(s, first + old if old != FREE else FREE, first + new) for s, old, new in changes]
+        )
 
     def product(self, act: Activation) -> SliceProduct:
         """Computes a slice for many tokens, in float64."""

@@ -51,9 +51,7 @@ class Promoter:
         self._can_fetch: npt.NDArray[np.bool_] = np.repeat(np.array(can_fetch, bool), per_layer)
         nbytes = store.layout.slice_nbytes
         self._queue = PromotionQueue(nbytes)
-        self._places = torch.empty(
-            PLACES, nbytes, dtype=torch.uint8, device=device.torch_device
-        )
+        self._places = torch.empty(PLACES, nbytes, dtype=torch.uint8, device=device.torch_device)
         self._copies = device.stream()
         self._settled, self._copied = device.event(), device.event()
         self._place_of: dict[int, int] = {}
@@ -123,9 +121,7 @@ class Promoter:
             self._paths.replace(changes)
             self.promoted += len(changes)
 
-    def _slot(
-        self, promotion: Promotion, view: CacheView, free: list[int]
-    ) -> tuple[int, int]:
+    def _slot(self, promotion: Promotion, view: CacheView, free: list[int]) -> tuple[int, int]:
         """(slot, key that leaves it) for a promotion; (FREE, FREE) if it has become pointless."""
         if view.slot_of[promotion.key] != FREE:
             return FREE, FREE

@@ -72,8 +72,8 @@ def e2m1_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def grouped(x: torch.Tensor) -> torch.Tensor:
     """[..., D] -> [..., D / 16, 2, 8]: the groups of channels that share a scale."""
-    half = x.unflatten(-1, (2, x.shape[-1] // KEY_GROUP, KEY_GROUP // 2))
-    return half.transpose(-3, -2)
+    groups, eights = x.shape[-1] // KEY_GROUP, KEY_GROUP // 2
+    return x.reshape(*x.shape[:-1], 2, groups, eights).transpose(-3, -2)
 
 
 def ungrouped(x: torch.Tensor) -> torch.Tensor:
