@@ -30,9 +30,6 @@ from headrace.experts.store import HostStore
 from headrace.ops.expert_records import CpuExperts
 from headrace.ops.records import Activation
 
-# Steps after which a use counts half, for the value of what is in a slot.
-HALF_LIFE_STEPS = 32.0
-
 
 @dataclass(frozen=True)
 class ExpertCounts:
@@ -106,7 +103,7 @@ class HostPaths:
         self, store: HostStore, shape: PlanShape, act: Activation, cpu: CpuExperts | None = None
     ) -> None:
         self.shape = shape
-        self.tables: CacheTables = new_tables(shape, HALF_LIFE_STEPS)
+        self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
         layout: SlabLayout = store.layout
         slots = shape.num_slots + shape.max_fetch
