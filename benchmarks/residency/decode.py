@@ -23,7 +23,7 @@ from benchmarks.residency import model
 from benchmarks.residency.kernels import expert_float64
 from headrace.core.step import ScheduledChunk
 from headrace.engine.decode_graphs import DecodeGraphs
-from headrace.engine.expert_runtime import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
+from headrace.experts.building import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.random_store import random_store
 from headrace.experts.slab import SlabLayout

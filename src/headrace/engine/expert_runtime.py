@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
 
-import torch
-
-from headrace.core.errors import InternalError
+from headrace.core.errors import MachineError
 from headrace.core.model_spec import ModelSpec
-from headrace.engine.decode_graphs import BATCH_SIZES
 from headrace.engine.parts import ExpertRuntime
 from headrace.engine.resolved import Resolved
-from headrace.experts.cpu_share import ServiceShare
+from headrace.experts.building import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
-from headrace.experts.gpu_paths import GpuPaths
-from headrace.experts.placement import PLACEMENTS
-from headrace.experts.request_block import RequestBlock, request_block
-from headrace.experts.slab import SlabLayout
+from headrace.experts.placement import Placement
 from headrace.experts.slab_pack import layout_of
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore, build_store
-from headrace.experts.stream import StreamPrefill
 from headrace.layers.moe import MixtureExecutor
 from headrace.machine.device import Device
-from headrace.machine.probe import probe_machine
+from headrace.machine.probe import Machine
 from headrace.machine.profile import Rate
-from headrace.machine.quick_probe import starting_rates
+from headrace.machine.profile_store import profile_of
+from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps
 from headrace.models.loader import ExecutorFactory
 from headrace.ops import registry
-from headrace.ops.expert_records import ExpertService, ServiceOptions
 from headrace.ops.records import Activation, ExpertWeights
-from headrace.ops.registry import OpSet
 
 log = logging.getLogger(__name__)
 
-# Prompt chunks of which the CPU computes a part: beyond it nearly every expert has several tokens, and
-# the GPU is faster with one copy of each. Bounds the request block too.
-MAX_CPU_TOKENS = 128
-# What a fetch and a request cost beside their bytes (H200 machine, 2026-11-29: the fetched slices are
-# computed after the last of them has arrived; a round trip through flags takes 4 us).
-FETCH_LATENCY_S = 20e-6
-CPU_LATENCY_S = 8e-6
-# Without a measured rate: the CPU's share of what its memory reads beside PCIe.
-CPU_SHARE_OF_DRAM = 0.75
+Progress = Callable[[str, float], None]
+
+# Tokens of the largest captured step.
+STEP_TOKENS = 16
+# Well within the 50 ms after which the CPU's threads sleep (ops.expert_records.ServiceOptions).
+_WAKE_S = 0.01
 
 
 def supported_formats() -> frozenset[str]:
@@ -53,30 +45,8 @@ def supported_formats() -> frozenset[str]:
     return frozenset((*registry.gpu_experts().FORMATS, "mxfp4_gguf"))
 
 
-def path_rates(rates: Mapping[str, Rate], layout: SlabLayout, *, cpu: bool) -> PathRates:
-    """What PCIe and the CPU deliver together, from a machine's rates by name; 0 for a path that is not
-    there."""
-
-    def first(*names: str) -> float:
-        return next((rates[n].value for n in names if n in rates), 0.0)
-
-    pcie = first("pcie_gather_overlapped", "pcie_h2d_overlapped", "pcie_gather", "pcie_h2d")
-    experts = f"cpu_experts_{layout.format}"
-    compute = first(experts + "_overlapped", experts)
-    if not compute:
-        dram = first("dram_read_overlapped", "dram_read")
-        compute = CPU_SHARE_OF_DRAM * max(dram - pcie, dram / 3)
-    return PathRates(
-        pcie_gbps=pcie,
-        cpu_gbps=compute if cpu else 0.0,
-        slice_nbytes=layout.slice_nbytes,
-        fetch_latency_s=FETCH_LATENCY_S,
-        cpu_latency_s=CPU_LATENCY_S,
-    )
-
-
 class ExpertPlace:
-    """Makes what computes experts, if it is not the model's own device.
+    """Makes what computes experts, if they lie in slots.
 
     Attributes:
         factory: for ``models.loader.load_model``; None if experts are loaded with the rest.
@@ -87,127 +57,83 @@ class ExpertPlace:
         self,
         resolved: Resolved,
         device: Device,
-        ops: OpSet,
-        progress: Callable[[str, float], None] | None,
+        machine: Machine,
+        progress: Progress | None,
     ) -> None:
         self.runtime: ExpertRuntime | None = None
+        self._executor: HybridExecutor | None = None
         self.factory: ExecutorFactory | None = self._make if resolved.slots else None
         self._resolved = resolved
         self._device = device
-        self._ops = ops
+        self._machine = machine
         self._progress = progress
 
+    @contextmanager
+    def awake(self) -> Generator[None, None, None]:
+        """Keep the CPU's threads from sleeping, while kernels are compiled in the middle of a step."""
+        executor = self._executor
+        if executor is None or executor.service is None:
+            yield
+            return
+        service, done = executor.service, threading.Event()
+
+        def wake() -> None:
+            while not done.wait(_WAKE_S):
+                service.wake()
+
+        thread = threading.Thread(target=wake, name="wake-experts", daemon=True)
+        executor.step_begins(0)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        executor.step_ended()
+
     def _make(self, spec: ModelSpec, experts: Sequence[ExpertWeights]) -> MixtureExecutor:
-        resolved, moe, vram = self._resolved, spec.moe, self._resolved.vram
-        if moe is None or vram is None or resolved.experts not in PLACEMENTS:
-            raise InternalError(f"--experts {resolved.experts} has no executor here")
+        assert spec.moe is not None
+        assert self._resolved.vram is not None
         layout = layout_of(experts)
         store = build_store(
-            experts, layout, threads=resolved.threads, pin=True, progress=self._progress
+            experts, layout, threads=self._resolved.threads, pin=True, progress=self._progress
         )
         for note in store.notes:
             log.warning("%s", note)
+        shape = ExecutorShape(
+            cast(Placement, self._resolved.experts),
+            min(self._resolved.max_num_seqs, STEP_TOKENS),
+            spec.moe.num_experts_per_token,
+            self._resolved.vram.experts_nbytes // layout.slice_nbytes,
+        )
         try:
-            self.runtime = executor = make_executor(
+            executor = make_executor(
                 self._device,
                 store,
-                ExecutorShape(
-                    PLACEMENTS[PLACEMENTS.index(resolved.experts)],
-                    min(resolved.max_num_seqs, BATCH_SIZES[-1]),
-                    moe.num_experts_per_token,
-                    vram.experts_nbytes // layout.slice_nbytes,
-                ),
+                shape,
                 Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit),
-                threads=resolved.threads,
+                threads=self._resolved.threads,
+                rates=self._rates(store),
             )
         except BaseException:
             store.close()
             raise
+        self.runtime = self._executor = executor
         return executor
 
-
-def make_executor(
-    device: Device,
-    store: HostStore,
-    shape: ExecutorShape,
-    act: Activation,
-    *,
-    threads: int,
-    cpus: tuple[int, ...] | None = None,
-    rates: PathRates | None = None,
-) -> HybridExecutor:
-    """The executor on a GPU, its slots filled and its CPU service running.
-
-    Args:
-        shape: ``num_slots`` includes the transit slots, which are taken from it.
-        threads, cpus: of the CPU service.
-        rates: of both paths; the machine's stored or probed ones if None.
-    """
-    layout = store.layout
-    with_cpu = shape.placement in ("cpu", "hybrid")
-    if shape.placement != "gpu":
-        transit = shape.plan_shape(store).max_fetch
-        shape = ExecutorShape(
-            shape.placement, shape.max_tokens, shape.top_k, max(shape.num_slots - transit, 0)
+    def _rates(self, store: HostStore) -> PathRates:
+        """Overlapped rates: of the machine's profile, or quick probes of the two paths."""
+        profile, where = profile_of(self._machine)
+        found: Mapping[str, Rate] = {} if profile is None else profile.rates
+        fmt = store.layout.format
+        pcie = found.get("pcie_gather_overlapped") or found.get("pcie_gather")
+        cpu = found.get(f"cpu_experts_{fmt}_overlapped") or found.get(f"cpu_experts_{fmt}")
+        pcie_gbps = pcie.value if pcie is not None else pcie_h2d_gbps()
+        # The kernels read at nearly the rate of a plain loop, which is what a probe can measure soon.
+        cpu_gbps = cpu.value if cpu is not None else dram_read_gbps(self._resolved.threads)
+        if pcie_gbps is None:
+            raise MachineError("PCIe's rate cannot be measured: CUDA is not available")
+        log.info("experts: PCIe %.1f GB/s, CPU %.1f GB/s (profile: %s)", pcie_gbps, cpu_gbps, where)
+        return PathRates(
+            pcie_gbps, cpu_gbps, store.layout.slice_nbytes, FETCH_LATENCY_S, CPU_LATENCY_S
         )
-    fields = request_block(
-        max_tokens=max(MAX_CPU_TOKENS, shape.max_tokens),
-        top_k=shape.top_k,
-        num_experts=store.num_experts,
-        num_slices=layout.num_slices,
-        hidden=layout.hidden,
-    )
-    block = device.pinned(fields.nbytes, dtype=torch.uint8) if with_cpu else None
-    plan = shape.plan_shape(store)
-    paths = GpuPaths(
-        device, store, plan, act, fields, block, shape.top_k, max_tokens=shape.max_tokens
-    )
-    if rates is None:
-        found, _ = starting_rates(probe_machine(gpus=True), threads)
-        rates = path_rates(found, layout, cpu=with_cpu)
-    new_service = None
-    cpu = None
-    executors: list[HybridExecutor] = []
-    if block is not None:
-        new_service = _service_factory(store, fields, act, block, ServiceOptions(threads, cpus))
-
-        def fault() -> int:
-            service = executors[0].service
-            return 0 if service is None else int(service.fault())
-
-        cpu = ServiceShare(block, fields, layout.num_slices, fault)
-    together = rates.pcie_gbps + rates.cpu_gbps
-    prefill = StreamPrefill(
-        device,
-        store,
-        plan,
-        paths,
-        paths.product(act),
-        cpu=cpu,
-        cpu_share=rates.cpu_gbps / together if together else 0.0,
-    )
-    executor = HybridExecutor(
-        device, store, shape, paths, prefill=prefill, block=block, new_service=new_service
-    )
-    executors.append(executor)
-    executor.set_rates(rates)
-    executor.fill()
-    return executor
-
-
-def _service_factory(
-    store: HostStore,
-    fields: RequestBlock,
-    act: Activation,
-    block: torch.Tensor,
-    options: ServiceOptions,
-) -> Callable[[], ExpertService]:
-    bases = [store.base(layer) for layer in range(store.num_layers)]
-    kernels = registry.cpu_experts()
-
-    def new_service() -> ExpertService:
-        return kernels.expert_service(
-            store.layout, bases, store.num_experts, act, block, fields, options
-        )
-
-    return new_service
