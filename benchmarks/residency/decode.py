@@ -14,7 +14,6 @@ import argparse
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,21 +23,21 @@ from benchmarks.residency import model
 from benchmarks.residency.kernels import expert_float64
 from headrace.core.step import ScheduledChunk
 from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.experts.building import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
-from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.random_store import random_store
-from headrace.experts.request_block import request_block
+from headrace.experts.slab import SlabLayout
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice
-from headrace.ops.expert_records import ServiceOptions
 from headrace.ops.records import Activation
-from headrace.ops.registry import cpu_experts, resolve
+from headrace.ops.registry import resolve
 
 GIB = 1 << 30
 BLOCK_TOKENS = 16
 CONTEXT_TOKENS = 1024
+CONTEXT_NBYTES = 600 << 20  # what CUDA took before we could look
 RESERVE_NBYTES = 256 << 20  # graphs, activations of prefill, the allocator's rounding
 
 
@@ -62,43 +61,21 @@ class Later:
         return self.target(layer, x, ids, weights)
 
 
-def make_executor(
+def executor_of(
     device: CudaDevice, store: HostStore, placement: Any, slots: int, options: argparse.Namespace
 ) -> HybridExecutor:
     shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots)
-    layout = store.layout
-    fields = request_block(
-        max_tokens=options.batch, top_k=geo.TOP_K, num_experts=geo.EXPERTS,
-        num_slices=layout.num_slices, hidden=layout.hidden,
+    return make_executor(
+        device, store, shape, Activation("swiglu_clamped"), threads=options.threads,
+        cpus=tuple(range(1, options.threads + 1)),
+        rates=rates_of(options, store.layout.slice_nbytes),
     )  # fmt: skip
-    block = None
-    if placement in ("cpu", "hybrid"):
-        block = device.pinned(fields.nbytes, dtype=torch.uint8)
-    act = Activation("swiglu_clamped")
-    paths = GpuPaths(device, store, shape.plan_shape(store), act, fields, block, geo.TOP_K)
-    bases = [store.base(layer) for layer in range(store.num_layers)]
-    service = ServiceOptions(options.threads, tuple(range(1, options.threads + 1)))
-
-    def new_service() -> Any:
-        assert block is not None
-        return cpu_experts().expert_service(layout, bases, geo.EXPERTS, act, block, fields, service)
-
-    made = HybridExecutor(
-        device,
-        store,
-        shape,
-        paths,
-        block=block,
-        new_service=new_service if block is not None else None,
-    )
-    made.set_rates(rates_of(options, layout.slice_nbytes))
-    return made
 
 
 def rates_of(options: argparse.Namespace, slice_nbytes: int, **changes: float) -> PathRates:
     return PathRates(
         pcie_gbps=changes.get("pcie", options.pcie), cpu_gbps=changes.get("cpu", options.cpu),
-        slice_nbytes=slice_nbytes, fetch_latency_s=8e-6, cpu_latency_s=8e-6,
+        slice_nbytes=slice_nbytes, fetch_latency_s=FETCH_LATENCY_S, cpu_latency_s=CPU_LATENCY_S,
     )  # fmt: skip
 
 
@@ -186,20 +163,41 @@ def check(executor: HybridExecutor, store: HostStore, layer: int) -> float:
     return float((found[0].double() - want).abs().max() / want.abs().max())
 
 
-def main() -> None:
-    parser = geo.parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that all benchmarks of this folder share."""
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--vram-gib", type=float, default=0.0, help="0: no budget")
     parser.add_argument("--placement", default="hybrid", choices=("gpu", "cpu", "stream", "hybrid"))
     parser.add_argument("--threads", type=int, default=14)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--pcie", type=float, default=50.0)
-    parser.add_argument("--cpu", type=float, default=75.0)
+    parser.add_argument("--slices", type=int, help="of an expert; the layout's choice if left out")
+    parser.add_argument("--pcie", type=float, default=45.0)
+    parser.add_argument("--cpu", type=float, default=65.0)
     parser.add_argument(
         "--then-resident", action="store_true", help="afterwards, all experts on the GPU"
     )
     parser.add_argument("--sweep", action="store_true", help="try other splits too")
+
+
+def slots_within(
+    options: argparse.Namespace, device: CudaDevice, layout: SlabLayout, free_before: int,
+    reserve: int = RESERVE_NBYTES,
+) -> int:  # fmt: skip
+    """Slots that the budget leaves, what the driver took and ``reserve`` counted in."""
+    everything = options.layers * geo.EXPERTS * layout.num_slices
+    if not options.vram_gib:
+        return everything
+    memory = device.memory()
+    used = free_before - memory.free_nbytes
+    spare = memory.reserved_nbytes - memory.allocated_nbytes
+    left = int(options.vram_gib * GIB) - used + spare - reserve
+    return min(everything, left // layout.slice_nbytes)
+
+
+def main() -> None:
+    parser = geo.parser(__doc__)
+    add_options(parser)
     options = parser.parse_args()
     begin = time.perf_counter()
     figures: dict[str, Any] = {"options": vars(options)}
@@ -210,10 +208,10 @@ def main() -> None:
 
     device = CudaDevice()
     torch.ones(1, device=device.torch_device)
-    free_before = device.memory().free_nbytes + (600 << 20)  # what CUDA took for its context
-    layout = geo.layout()
+    free_before = device.memory().free_nbytes + CONTEXT_NBYTES
+    layout = geo.layout(num_slices=options.slices)
     store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
-    say("load_s", {k: round(v, 2) for k, v in asdict(store.times).items() if isinstance(v, float)})
+    say("load_s", repr(store.times))
     say("pinned", all(store.pinned(i) for i in range(store.num_layers)))
     ops = resolve(device.backends)
     later = Later()
@@ -229,17 +227,10 @@ def main() -> None:
     graphs.capture()
     say("dense_only", run_tokens(graphs, tokens[:64], None))
     everything = options.layers * geo.EXPERTS * layout.num_slices
-    slots = everything
-    if options.vram_gib:
-        memory = device.memory()
-        used = free_before - memory.free_nbytes
-        spare = memory.reserved_nbytes - memory.allocated_nbytes
-        left = int(options.vram_gib * GIB) - used + spare - RESERVE_NBYTES
-        slots = min(everything, left // layout.slice_nbytes - geo.TOP_K * layout.num_slices)
+    slots = slots_within(options, device, layout, free_before)
     say("slots", {"slices": slots, "share": slots / everything})
-    executor = make_executor(device, store, options.placement, slots, options)
+    executor = executor_of(device, store, options.placement, slots, options)
     later.target = executor
-    executor.fill()
     say("filled", True)
     graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT_TOKENS)
     try:
@@ -279,8 +270,7 @@ def main() -> None:
     if options.then_resident:
         del graphs
         executor.paths.arena = None
-        later.target = executor = make_executor(device, store, "gpu", everything, options)
-        executor.fill()
+        later.target = executor = executor_of(device, store, "gpu", everything, options)
         graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT_TOKENS)
         graphs.capture()
         run_tokens(graphs, tokens[:16], executor)

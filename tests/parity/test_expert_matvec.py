@@ -20,7 +20,8 @@ pytestmark = needs_triton
 
 CLAMPED = Activation("swiglu_clamped", 1.702, 7.0)
 SILU = Activation("silu")
-# Two int8 terms hold 15 bits of a block's largest value (2e-5 of the rows, twice); bfloat16 weights meet float32 activations.
+# Two int8 terms hold 15 bits of a block's largest value (2e-5 of the rows, twice); bfloat16 weights
+# meet float32 activations.
 TOLERANCE = {"mxfp4": 1e-4, "bf16": 2e-6}
 
 

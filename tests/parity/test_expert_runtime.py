@@ -29,8 +29,9 @@ pytestmark = [needs_triton, needs_native, only_interpreted]
 
 
 def resolved(mode: str, slots_nbytes: int) -> Resolved:
+    seqs = 2 if mode == "cpu" else 1
     return Resolved(
-        context=64, kv_format="f32", block_tokens=16, max_batch_tokens=64, max_num_seqs=2 if mode == "cpu" else 1,
+        context=64, kv_format="f32", block_tokens=16, max_batch_tokens=64, max_num_seqs=seqs,
         num_blocks=8, threads=1, backend="triton", experts=mode,
         plan=MemoryPlan(0, 0, 0, 0, 1 << 30), choices=(), device="cuda", dense_format="f32",
         slots=True, vram=VramPlan(0, 0, 0, 0, slots_nbytes, 1 << 30),

@@ -4,8 +4,8 @@
 allocates everything once, so that its calls can be captured in a CUDA graph.
 """
 
-# pyright: reportIndexIssue=false, reportCallIssue=false
 # ``kernel[grid](...)`` is Triton's launch syntax.
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -77,17 +77,19 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
-    tensor_cores: bool = True  # MXFP4 by mma; by dp4a otherwise
-    gate_up_programs: int = 5
-    gate_up_warps: int = 8  # dp4a
+    # MXFP4 by mma instead of dp4a. H200, 2026-11-29, four experts of 13 MB: gate and up 25.6 us by mma, 18.2
+    # by dp4a; down 10.1 and 10.2. Neither is short of instructions: both wait for memory.
+    tensor_cores: bool = False
+    gate_up_programs: int = 2
+    gate_up_warps: int = 4  # dp4a
     gate_up_tile: int = (
         16  # dp4a: rows; a multiple of 16, since eight results are quantised together
     )
-    gate_up_registers: int | None = 96
-    down_programs: int = 10
-    down_warps: int = 2
+    gate_up_registers: int | None = None
+    down_programs: int = 5
+    down_warps: int = 4
     down_tile: int = 16  # dp4a
-    down_registers: int | None = 96
+    down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
     gather_words: int = 2048
@@ -164,7 +166,8 @@ class ExpertLauncher:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
         expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches if fetches is None else fetches, self._state.counts, layer,
+            self._bases, self._arena, self._state.fetches if fetches is None else fetches,
+            self._state.counts, layer,
             self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
         )  # fmt: skip
 
@@ -203,7 +206,8 @@ class ExpertLauncher:
                 self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
                 self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
                 weights, scales, bias, *sizes, *gate, _blocks_at_once(g.hidden), t.gate_up_tile,
-                t.gate_up_warps, num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
+                _rows_at_once(g.hidden, t.gate_up_warps, t.gate_up_tile),
+                num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
             )  # fmt: skip
         else:
             bf16_gate_up[grid](
@@ -226,7 +230,8 @@ class ExpertLauncher:
             mxfp4_down[grid](
                 self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
                 self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
-                bias, *sizes, _blocks_at_once(g.width), t.down_tile, t.down_warps,
+                bias, *sizes, _blocks_at_once(g.width), t.down_tile,
+                _rows_at_once(g.width, t.down_warps, t.down_tile),
                 num_warps=t.down_warps, maxnreg=t.down_registers,
             )  # fmt: skip
         else:
@@ -274,3 +279,8 @@ def _columns_at_once(columns: int) -> int:
 
 def _blocks_at_once(columns: int) -> int:
     return min(MAX_BLOCKS, _power_of_two(-(-columns // WEIGHTS_OF_SCALE)))
+
+
+def _rows_at_once(columns: int, warps: int, tile: int) -> int:
+    """Rows that a program loads at once, a block for each lane; a thread has at least two of a tile's."""
+    return min(warps * (MAX_BLOCKS // _blocks_at_once(columns)), tile // 2)

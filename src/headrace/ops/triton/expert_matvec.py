@@ -9,8 +9,9 @@ partial result for each (pair, slice), and their sum for each token in a fixed o
 (``expert_combine``), the CPU's part included. No atomics: the same placement gives the same bits.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

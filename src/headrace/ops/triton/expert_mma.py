@@ -9,8 +9,9 @@ lane gets the sums of its own block of its own two rows. The tensor core does th
 A lane loads 16 bytes, one block, of row g of 8 and of row g + 8; four lanes make 64 bytes of a row.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

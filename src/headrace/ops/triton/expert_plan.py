@@ -22,8 +22,9 @@ Device state, int32 unless said:
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def expert_plan(
     tl.store(pair_weight + pair, weight, mask=valid)
     tl.store(pair_of + i, tl.where(valid, pair, -1), mask=i < USES)
     num_valid = tl.sum(valid.to(tl.int32), 0)
-    if HAS_CPU:
+    if HAS_CPU:  # noqa: SIM102 (one is known when the kernel is compiled)
         if total_cpu > 0:
             items = block + AT_ITEMS + cpu_at * 4
             is_cpu = cpu != 0

@@ -6,14 +6,15 @@ integer: activations become two int8 terms per block of 32 (15 bits of the block
 than bfloat16, and the same arithmetic as the CPU's kernel), weights become bytes 12 + 2 w by two byte
 permutes, and ``dp4a`` multiplies four at a time, exactly. About 2 instructions a weight.
 
-Activations in that form (*planes*): int32 [6, K / 8] for each row: first and second four values' high
-terms, the same of the low terms, -12 times the sum of the eight values, and (K / 32 of them) -12 times
-the sum of the block's values; float32 [K / 32]: half the value of one unit, for each block (x) or for each eight values (what lies between gate/up and down,
-where a program makes few values at a time).
+Activations in that form (*planes*): int32 [6, K / 8] for each row: the high terms of four values and of
+the next four, the same of the low terms, -12 times the sum of the eight, and (K / 32 of them) -12 times
+the sum of a block's values. Their units, float32: half the value of one unit, for each block (x) or for
+each eight values (what lies between gate/up and down, where a program makes few values at a time).
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def unpack(w):
 @triton.jit
 def _unpack_plain(w, shift: tl.constexpr):
     out = tl.zeros_like(w)
-    for i in tl.static_range(4):
+    for i in tl.static_range(4):  # pyright: ignore
         code = (w >> (shift + 4 * i)) & 15
         m = code & 7
         twice = tl.where(m < 4, m, tl.where(m < 6, 2 * m - 4, 4 * m - 16))
@@ -70,7 +71,7 @@ def _unpack_plain(w, shift: tl.constexpr):
 def dot4(bytes_, terms, acc):
     """acc + four unsigned bytes times four signed bytes."""
     if INTERPRETED:
-        for i in tl.static_range(4):
+        for i in tl.static_range(4):  # pyright: ignore
             term = ((terms >> (8 * i)) & 255).to(tl.int8).to(tl.int32)
             acc += ((bytes_ >> (8 * i)) & 255) * term
         return acc
