@@ -16,7 +16,7 @@ constexpr int64_t kKeyTile = 64;   // keys of one online-softmax step, at absolu
 
 inline int64_t padded(int64_t k) { return (k + kGroup - 1) / kGroup * kGroup; }
 
-enum class Activation : int { silu, swiglu_clamped };
+enum class Activation : int { silu, swiglu_clamped, gelu_tanh };
 
 // Rows of queries that attend to the same keys: `count` rows, each with its own limits.
 struct AttendRows {

@@ -80,7 +80,9 @@ def workspace_nbytes(
     feed_forward = tokens * (4 * spec.hidden + 3 * width)
     # raw logits, the sampler's float32 weights, float64 sums and ids of one row
     logits = max_num_seqs * spec.vocab + 6 * spec.vocab
-    rotary = context * spec.rope.dim
+    rotary = context * sum(
+        (rope or spec.rope).dim for rope in {layer.rope for layer in spec.layers}
+    )
     elements = max(attention, feed_forward, logits) + rotary
     if backend == "reference":
         rows = min(_REFERENCE_QUERY_ROWS, tokens)

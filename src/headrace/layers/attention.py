@@ -52,6 +52,7 @@ class Attention:
         "_k_norm",
         "_o",
         "_ops",
+        "_post_norm",
         "_q_norm",
         "_scale",
         "_shape",
@@ -67,6 +68,9 @@ class Attention:
         shape: AttentionShape,
         table: RopeTable,
         eps: float,
+        *,
+        post_norm: Norm | None = None,
+        scale: float | None = None,
     ) -> None:
         self._ops = ops
         self._shape = shape
@@ -77,7 +81,8 @@ class Attention:
         self._q_norm = None if weights.q_norm is None else Norm(ops, weights.q_norm, eps)
         self._k_norm = None if weights.k_norm is None else Norm(ops, weights.k_norm, eps)
         self._sinks = weights.sinks
-        self._scale = shape.head_dim**-0.5
+        self._scale = shape.head_dim**-0.5 if scale is None else scale
+        self._post_norm = post_norm
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, batch: AttentionBatch, cache: LayerKV
@@ -94,7 +99,15 @@ class Attention:
         ops.kv_append(k, v.view(-1, shape.num_kv_heads, dim), cache, batch.slots)
         attend = ops.attention_decode if batch.decode else ops.attention_prefill
         mixed = attend(q, cache, batch, self._scale, shape.window, self._sinks)
-        return self._o(mixed.view(x.shape[0], -1), residual)
+        mixed = mixed.view(x.shape[0], -1)
+        if self._post_norm is not None:
+            return self._post_norm(self._o(mixed)).add_(residual)
+        return self._o(mixed, residual)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether ``block`` tells everything: ``ops.attention_block`` has no second norm."""
+        return self._post_norm is None
 
     def block(self, norm: Norm) -> AttentionBlock:
         """This layer behind ``norm`` as one operation, for ``ops.attention_block``."""

@@ -44,11 +44,12 @@ class DecoderLayer:
     ) -> None:
         self._ops = ops
         self._attention_block = None
-        if ops.has("attention_block"):
+        if ops.has("attention_block") and attention.is_block:
             self._attention_block = attention.block(attention_norm)
         self._dense_block = None
-        if ops.has("dense_block") and isinstance(feed_forward, DenseFeedForward):
-            self._dense_block = feed_forward.block(feed_forward_norm)
+        dense = feed_forward if isinstance(feed_forward, DenseFeedForward) else None
+        if ops.has("dense_block") and dense is not None and dense.is_block:
+            self._dense_block = dense.block(feed_forward_norm)
         self._attention_norm = attention_norm
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
@@ -116,6 +117,8 @@ class Decoder:
         if len(kv) != len(self._layers):
             raise InternalError(f"{len(kv)} layer caches for {len(self._layers)} layers")
         x = self.ops.embed(self._embed, token_ids)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
         for layer, cache in zip(self._layers, kv):
             x = layer(x, batch, cache)
         return self._final_norm(x)
