@@ -54,7 +54,14 @@ class Engine:
         self._vocab = parts.decoder.spec.vocab
         self._decoder = parts.decoder
         self._scheduler = Scheduler(parts.scheduler)
-        self._runner = Runner(parts.decoder, parts.kv, parts.scheduler.max_num_seqs, parts.device)
+        pool = self._scheduler.tables.pool
+        self._runner = Runner(
+            parts.decoder,
+            parts.kv,
+            parts.scheduler.max_num_seqs,
+            parts.device,
+            is_owned=lambda block: pool.references(block) > 0,
+        )
         self._requests: dict[str, LiveRequest] = {}
         self._sequences: dict[int, LiveSequence] = {}
         self._states: dict[int, SamplingState] = {}

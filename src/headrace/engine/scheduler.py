@@ -34,6 +34,8 @@ class SchedulerConfig:
 
     context: tokens a sequence may hold, prompt and answer together
     max_batch_tokens: tokens per step, at least ``max_num_seqs``
+    sealed: blocks are quantised when they are full
+    num_first: blocks that may be the first of a sequence, None for all
     """
 
     num_blocks: int
@@ -42,6 +44,8 @@ class SchedulerConfig:
     max_batch_tokens: int
     max_num_seqs: int
     prefix_cache: bool = True
+    sealed: bool = False
+    num_first: int | None = None
 
 
 @dataclass
@@ -77,7 +81,13 @@ class Scheduler:
         self.config = config
         if prefix is None:
             prefix = PrefixCache(config.block_tokens)
-        self.tables = BlockTables(config.num_blocks, prefix, config.prefix_cache)
+        self.tables = BlockTables(
+            config.num_blocks,
+            prefix,
+            config.prefix_cache,
+            sealed=config.sealed,
+            num_first=config.num_first,
+        )
         self.counters = SchedulerCounters()
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}  # in order of arrival

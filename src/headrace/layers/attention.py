@@ -9,7 +9,7 @@ import torch
 from headrace.formats.base import PackedTensor
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
-from headrace.ops.records import AttentionBatch, AttentionBlock, LayerKV, RopeTable
+from headrace.ops.records import AttentionBatch, AttentionBlock, LayerCache, RopeTable, SealedKV
 from headrace.ops.registry import OpSet
 
 
@@ -85,7 +85,7 @@ class Attention:
         self._post_norm = post_norm
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, batch: AttentionBatch, cache: LayerKV
+        self, x: torch.Tensor, residual: torch.Tensor, batch: AttentionBatch, cache: LayerCache
     ) -> torch.Tensor:
         """x (normalised) and residual: float32 [T, D] -> float32 [T, D]."""
         ops, shape, dim = self._ops, self._shape, self._shape.head_dim
@@ -96,8 +96,14 @@ class Attention:
             k = self._normed(k, self._k_norm)
         q = ops.rope(q.view(-1, shape.num_heads, dim), self._table, batch.positions)
         k = ops.rope(k.view(-1, shape.num_kv_heads, dim), self._table, batch.positions)
-        ops.kv_append(k, v.view(-1, shape.num_kv_heads, dim), cache, batch.slots)
-        attend = ops.attention_decode if batch.decode else ops.attention_prefill
+        v = v.view(-1, shape.num_kv_heads, dim)
+        if isinstance(cache, SealedKV):
+            ops.sealed_append(k, v, cache, batch)
+            prefill, decode = ops.sealed_attention_prefill, ops.sealed_attention_decode
+        else:
+            ops.kv_append(k, v, cache, batch.slots)
+            prefill, decode = ops.attention_prefill, ops.attention_decode
+        attend = decode if batch.decode else prefill
         mixed = attend(q, cache, batch, self._scale, shape.window, self._sinks)
         mixed = mixed.view(x.shape[0], -1)
         if self._post_norm is not None:

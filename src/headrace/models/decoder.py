@@ -14,7 +14,7 @@ from headrace.layers.dense import DenseFeedForward
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Mixture, RoutingObserver
 from headrace.layers.norm import Norm
-from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.records import AttentionBatch, LayerCache, LayerKV
 from headrace.ops.registry import OpSet
 
 
@@ -55,10 +55,11 @@ class DecoderLayer:
         self._feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
 
-    def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
-        if batch.decode and self._attention_block is not None:
-            x = self._ops.attention_block(x, self._attention_block, cache, batch)
+        block = self._attention_block
+        if block is not None and batch.decode and isinstance(cache, LayerKV):
+            x = self._ops.attention_block(x, block, cache, batch)
         else:
             x = self._attention(self._attention_norm(x), x, batch, cache)
         if batch.decode and self._dense_block is not None:
@@ -107,7 +108,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerKV]
+        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerCache]
     ) -> torch.Tensor:
         """Run one step and append its keys and values.
 

@@ -54,7 +54,7 @@ def power_of_two_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     top, shift = torch.frexp(torch.tensor(largest))
     exponent = exponent - shift + (mantissa > top).int()
     exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
-    one = torch.ones((), dtype=torch.float32, device=amax.device)
+    one = torch.ones_like(amax, dtype=torch.float32)
     return torch.where(amax > 0, torch.ldexp(one, exponent), one)
 
 
