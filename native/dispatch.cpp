@@ -37,6 +37,15 @@ std::atomic<const Kernels*>& chosen() {
 
 const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 
+const ExpertKernels& expert_kernels() {
+#if defined(HEADRACE_X86)
+  const std::string name = kernels().name;
+  if (name.rfind("avx512", 0) == 0) return has_vnni() ? vnni_expert_kernels() : avx2_expert_kernels();
+  if (name == "avx2") return avx2_expert_kernels();
+#endif
+  return scalar_expert_kernels();
+}
+
 std::string supported() {
   std::string names;
   for (const Kernels* k : usable()) {

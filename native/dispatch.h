@@ -2,6 +2,7 @@
 #pragma once
 #include <string>
 
+#include "expert_kernels.h"
 #include "kernels.h"
 
 namespace headrace {
@@ -10,6 +11,8 @@ namespace headrace {
 // returns an empty string, or why it could not.
 const Kernels& kernels();
 std::string select_isa(const std::string& name);
+// The experts' kernels for the same CPU: all of them give the same bits, so VNNI is taken where it is.
+const ExpertKernels& expert_kernels();
 std::string supported();  // names that run here, best first, separated by spaces
 
 }  // namespace headrace

@@ -23,6 +23,7 @@ struct Matrix {
   float global_scale = 1.0f;            // nvfp4, and fp8 with one scale
   const float* block_scale = nullptr;   // fp8: [ceil(rows/128), ceil(cols/128)]
   int64_t block_scale_row = 0;          // floats between two of its rows
+  int64_t far_nbytes = 0;               // also prefetch so far ahead, into the L2 cache; 0: not
 };
 
 // What the expansion of one row needs. `block_scale_step` is 0 where one scale serves the row.

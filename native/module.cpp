@@ -8,7 +8,9 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bandwidth.h"
 #include "dispatch.h"
+#include "expert_module.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -126,11 +128,11 @@ AttentionBlock make_attention_block(Address norm, float eps, const std::vector<c
 
 int py_attention_block(const AttentionBlock& b, const Cache& cache, Address x, Address out, int64_t tokens,
                        Address positions, Address slots, Address query_start, Address block_tables, int64_t sequences,
-                       int64_t table_width) {
+                       int64_t table_width, Address seconds) {
   const BlockBatch batch{tokens, at<const int64_t>(positions), at<const int64_t>(slots), at<const int32_t>(query_start),
                          at<const int32_t>(block_tables), sequences, table_width};
   const nb::gil_scoped_release lock;
-  return static_cast<int>(attention_block(b, cache, batch, at<const float>(x), at<float>(out)));
+  return static_cast<int>(attention_block(b, cache, batch, at<const float>(x), at<float>(out), at<double>(seconds)));
 }
 
 }  // namespace
@@ -142,15 +144,16 @@ NB_MODULE(_native, m) {
   nb::class_<Cache>(m, "Cache");
   nb::class_<AttentionBlock>(m, "AttentionBlock");
   nb::class_<DenseBlock>(m, "DenseBlock");
+  bind_experts(m);
   m.def("make_attention_block", &make_attention_block);
   m.def("attention_block", &py_attention_block);
   m.def("make_dense_block", [](Address norm, float eps, const Matrix& gate, const Matrix& up, const Matrix& down, int kind,
                                float alpha, float limit) {
     return DenseBlock{at<const float>(norm), eps, gate, up, down, gate_of(kind, alpha, limit)};
   });
-  m.def("dense_block", [](const DenseBlock& b, Address x, int64_t tokens, Address out) {
+  m.def("dense_block", [](const DenseBlock& b, Address x, int64_t tokens, Address out, Address seconds) {
     const nb::gil_scoped_release lock;
-    dense_block(b, at<const float>(x), tokens, at<float>(out));
+    dense_block(b, at<const float>(x), tokens, at<float>(out), at<double>(seconds));
   });
   m.def("make_matrix", &make_matrix);
   m.def("make_experts", &make_experts);
@@ -204,4 +207,5 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
+  bind_bandwidth(m);
 }

@@ -91,7 +91,9 @@ struct BlockBatch {
   int64_t sequences, table_width;
 };
 enum class BlockFault : int { none, position, slot, block };
-BlockFault attention_block(const AttentionBlock& b, const Cache& cache, const BlockBatch& batch, const float* x, float* out);
+// seconds: null, or six sums that grow by what norms, q/k/v, rotation, appending, attention and the output took.
+BlockFault attention_block(const AttentionBlock& b, const Cache& cache, const BlockBatch& batch, const float* x, float* out,
+                           double* seconds);
 
 struct DenseBlock {
   const float* norm;
@@ -99,6 +101,7 @@ struct DenseBlock {
   Matrix gate, up, down;
   Gate act;
 };
-void dense_block(const DenseBlock& b, const float* x, int64_t tokens, float* out);
+// seconds: null, or three sums: norm, gate and up, down.
+void dense_block(const DenseBlock& b, const float* x, int64_t tokens, float* out, double* seconds);
 
 }  // namespace headrace

@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include "spin.h"
+
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -17,21 +19,6 @@ namespace {
 constexpr std::chrono::microseconds kSpin{100};
 
 std::atomic<int> g_fork_epoch{0};  // incremented in every child: threads do not survive a fork
-
-inline void relax() {
-#if defined(__x86_64__) || defined(_M_X64)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// One turn of a spin: a few pauses for what is about to happen, then offers of the core to whoever
-// needs it. On a free core an offer returns at once; on a shared one it may be the awaited thread.
-inline void pause_politely(int turn) {
-  if (turn < 128) relax();
-  else std::this_thread::yield();
-}
 
 // Keeps a worker off the caller's core. Left to itself the scheduler wakes both on one core, where they
 // alternate by yielding, and finds that good enough for seconds: a layer of SmolLM2 then took 264 us on

@@ -25,7 +25,6 @@ from headrace.ops.reference.sealing import (
     e2m1_codes,
     e4m3_codes,
     grouped,
-    power_of_two_scale,
     read_keys,
     read_values,
     seal,
@@ -174,7 +173,10 @@ def fake_attention(
             here = torch.arange(start, stop)
             parts.append((own[0][:, start:stop], own[1][:, start:stop], here, True))
         hidden = torch.cat(
-            [_hidden(torch.arange(start, stop), at, variant, window, is_own) for *_, at, is_own in parts],
+            [
+                _hidden(torch.arange(start, stop), at, variant, window, is_own)
+                for *_, at, is_own in parts
+            ],
             1,
         )
         some = torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts], 1)
@@ -210,8 +212,10 @@ def _mix(
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
     if variant.probabilities == "exact":
         wide = q.flatten(1, 2)[None]
-        padded = values if keys.shape[-1] == values.shape[-1] else torch.nn.functional.pad(
-            values, (0, keys.shape[-1] - values.shape[-1])
+        padded = (
+            values
+            if keys.shape[-1] == values.shape[-1]
+            else torch.nn.functional.pad(values, (0, keys.shape[-1] - values.shape[-1]))
         )
         mixed = torch.nn.functional.scaled_dot_product_attention(
             wide, keys[None], padded[None], attn_mask=mask.repeat(group, 1), scale=scale
@@ -242,8 +246,8 @@ def _compensated(
     extra = (centred.unsqueeze(1) @ query_mean.transpose(-2, -1)).squeeze(-1).bfloat16().float()
     group = q.shape[1]
     keys = torch.cat((nvfp4(centred), extra.transpose(1, 2)), -1)
-    columns = torch.eye(group).expand(k.shape[0], group, group)[:, :, None].expand(
-        -1, -1, q.shape[2], -1
+    columns = (
+        torch.eye(group).expand(k.shape[0], group, group)[:, :, None].expand(-1, -1, q.shape[2], -1)
     )
     return torch.cat((nvfp4(q - query_mean), columns), -1), keys
 
@@ -265,9 +269,7 @@ def _stored(
         first = torch.zeros(pages[0].shape[0], dtype=torch.bool)
         first[0] = variant.first and tokens >= variant.page
         along = directions[:, : variant.rank] if directions is not None and variant.rank else None
-        sealed = seal(
-            *pages, nvfp4=variant.keys == "paged", first=first, directions=along
-        )
+        sealed = seal(*pages, nvfp4=variant.keys == "paged", first=first, directions=along)
         if keys is None:
             keys = read_keys(sealed, along).transpose(0, 1).flatten(1, 2)[:, :tokens]
             if bool(first[0]) and variant.keys == "paged":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from headrace.core.trace import RoutingTrace
-from headrace.experts.cache_policy import (
+from headrace.experts.replay import (
     best_static_set,
     replay_belady,
     replay_decayed,

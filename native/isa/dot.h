@@ -30,6 +30,10 @@ template <Format F> static inline void prefetch_chunk(const Row& r, int64_t g) {
     prefetch(r.data + g * group_nbytes<F>() + kPrefetchNbytes + at);
 }
 
+template <Format F> static inline void prefetch_far_chunk(const uint8_t* p, int64_t g) {
+  for (int64_t at = 0; at < kChunk * group_nbytes<F>(); at += 64) prefetch_far(p + g * group_nbytes<F>() + at);
+}
+
 // Scales are read back as broadcasts from memory, which cost no shuffle; compilers would rather keep
 // them in a register and shuffle each out (a third more instructions with GCC 12).
 static inline void in_memory(const float (*scales)[kScaleFloats]) {
@@ -66,6 +70,7 @@ static inline void dot_block(const Matrix& m, int64_t row0, const float* x, floa
   for (; g + kChunk <= groups; g += kChunk) {
     for (int i = 0; i < R; ++i) {
       prefetch_chunk<F>(rows[i], g);
+      if (m.far_nbytes != 0) prefetch_far_chunk<F>(rows[i].data + m.far_nbytes, g);
       Expand<F>::prepare(rows[i], g, kChunk, scales[i]);
     }
     in_memory(scales);
@@ -115,6 +120,7 @@ static void expand_rows_of(const Matrix& m, int64_t row0, int64_t count, float* 
     int64_t g = 0;
     for (; g + kChunk <= groups; g += kChunk) {
       prefetch_chunk<F>(r, g);
+      if (m.far_nbytes != 0) prefetch_far_chunk<F>(r.data + m.far_nbytes, g);
       Expand<F>::prepare(r, g, kChunk, scales);
       in_memory(&scales);
       HEADRACE_UNROLL_8

@@ -104,6 +104,7 @@ static inline void prefetch(const void* p) {
   (void)p;
 #endif
 }
+static inline void prefetch_far(const void* p) { prefetch(p); }
 #undef HEADRACE_EACH
 
 }  // namespace headrace::HEADRACE_NS

@@ -63,6 +63,7 @@ static inline void half_pairs(const uint8_t* p, int64_t stride, int64_t n, float
 }
 static inline B bytes_of(uint64_t a) { return _mm_cvtsi64_si128(static_cast<long long>(a)); }
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+static inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 // E4M3 bits moved into half precision: the value times 2^-8, exact, subnormals without a slow path.
 // Codes 0x7f and 0xff become half-precision NaN.

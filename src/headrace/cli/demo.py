@@ -17,7 +17,7 @@ from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.config import EngineConfig
 from headrace.core.errors import InternalError
 from headrace.core.request import SamplingParams
-from headrace.experts.cache_policy import (
+from headrace.experts.replay import (
     best_static_set,
     replay_belady,
     replay_lru,

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from headrace.cli.sizes import parse_size
-from headrace.core.config import EXPERT_MODES, KV_FORMATS, EngineConfig
+from headrace.core.config import DENSE_FORMATS, DEVICES, EXPERT_MODES, KV_FORMATS, EngineConfig
 from headrace.core.errors import ConfigError
 from headrace.core.request import SamplingParams
 
 BLOCK_TOKENS = (16, 32, 64, 128)
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("triton", "cpu", "reference")
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,8 +93,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--vram-budget",
         type=_size("--vram-budget"),
         metavar="SIZE",
-        help="GPU memory to use at most (this version computes on the CPU)",
+        help="GPU memory to use at most, CUDA's own included",
     )
+    add(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="where the model runs (default: auto, the GPU if there is one that it fits)",
+    )
+    add("--dense-format", choices=DENSE_FORMATS, help="what a GPU keeps matrices in")
     add("--kv-format", choices=KV_FORMATS, help="format of cached keys and values")
     add(
         "--experts",
@@ -129,6 +136,8 @@ def engine_config(args: argparse.Namespace, **extra: Any) -> EngineConfig:
         experts=args.experts,
         block_tokens=args.block_tokens,
         backend=args.backend,
+        device=args.device,
+        dense_format=args.dense_format,
         prefix_cache=not args.no_prefix_cache,
         repair_nan_scales=args.repair_nan_scales,
         **extra,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KV_FORMATS = ("f32", "bf16")
+KV_FORMATS = ("auto", "f32", "bf16", "fp8", "nvfp4k-fp8v")
+DEVICES = ("auto", "cpu", "cuda")
+DENSE_FORMATS = ("bf16", "f16", "f32")
 EXPERT_MODES = ("auto", "gpu", "cpu", "stream", "hybrid")
 
 
@@ -24,5 +26,7 @@ class EngineConfig:
     max_num_seqs: int | None = None  # sequences that run at once
     kv_tokens: int | None = None  # tokens that the KV pool holds over all sequences
     prefix_cache: bool = True  # share the blocks of prompts that begin alike
-    backend: str | None = None  # force one op back-end: "cpu" or "reference"
+    backend: str | None = None  # force one op back-end: "triton", "cpu" or "reference"
+    device: str = "auto"  # one of DEVICES
+    dense_format: str | None = None  # what a GPU keeps matrices in: one of DENSE_FORMATS
     repair_nan_scales: bool = False  # set NaN block scales to zero instead of refusing the file

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.core.config import EngineConfig
@@ -55,11 +55,14 @@ class Engine:
         self._decoder = parts.decoder
         self._scheduler = Scheduler(parts.scheduler)
         pool = self._scheduler.tables.pool
+        self._device = parts.device
+        self._experts = parts.experts
         self._runner = Runner(
             parts.decoder,
             parts.kv,
             parts.scheduler.max_num_seqs,
-            parts.device,
+            parts.device.torch_device,
+            parts.graphs,
             is_owned=lambda block: pool.references(block) > 0,
         )
         self._requests: dict[str, LiveRequest] = {}
@@ -183,6 +186,8 @@ class Engine:
             self._scheduler.abort(live.request.request_id)
             self._forget(live)
         self._pending.clear()
+        if self._experts is not None:
+            self._experts.close()
         self._dead = self._dead or EngineDeadError("the engine has been closed")
 
     def _run(self, plan: StepPlan) -> list[Output]:
@@ -233,17 +238,18 @@ class Engine:
         too, fail their request and nobody else's.
         """
         try:
-            return self._runner.compute(plan.step, plan.chunks, self._states, ranges), []
+            return self._compute_chunks(plan.step, plan.chunks, ranges), []
         except DeviceLostError:
             raise
         except Exception:
             log.exception("step %d failed; computing its chunks one by one", plan.step)
+        self._device.release_cached()
         output, failed = StepOutput(plan.step), list[Output]()
         for chunk in plan.chunks:
             if chunk.seq_id not in self._sequences:  # a sibling has failed the request
                 continue
             try:
-                part = self._runner.compute(plan.step, [chunk], self._states, ranges)
+                part = self._compute_chunks(plan.step, [chunk], ranges)
             except DeviceLostError:
                 raise
             except Exception as error:
@@ -260,6 +266,29 @@ class Engine:
             tuple(s for s in output.sampled if s.seq_id in alive),
             tuple(s for s in output.prompt_logprobs if s.seq_id in alive),
         ), failed
+
+    def _compute_chunks(
+        self, step: int, chunks: Sequence[ScheduledChunk], ranges: Ranges
+    ) -> StepOutput:
+        """Run chunks on the device.
+
+        Raises:
+            DeviceLostError: nothing more can be computed there.
+        """
+        try:
+            if self._experts is not None:
+                self._experts.step_begins(sum(len(c.token_ids) for c in chunks))
+            output = self._runner.compute(step, chunks, self._states, ranges)
+            if self._experts is not None:
+                self._experts.step_ended()
+        except Exception as error:
+            if self._device.is_lost(error):
+                raise DeviceLostError(
+                    f"{self._device.name}: {str(error).splitlines()[0]}",
+                    hint="restart the engine; if it happens again, check the driver's log (dmesg)",
+                ) from error
+            raise
+        return output
 
     def _fail(self, chunk: ScheduledChunk, error: Exception) -> RequestFailed:
         live = self._sequences[chunk.seq_id].live

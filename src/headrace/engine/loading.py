@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from headrace.checkpoint.fingerprint import weights_hash
 from headrace.checkpoint.open import open_checkpoint
+from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.config import EngineConfig
+from headrace.core.errors import DoesNotFitError
+from headrace.core.kv_formats import FORMATS
+from headrace.core.model_sizes import ModelSizes
 from headrace.core.status import EngineInfo
+from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.expert_runtime import ExpertPlace, supported_formats
+from headrace.engine.kv_choice import KVSupport
 from headrace.engine.parts import EngineParts
-from headrace.engine.resolve import Resolved, resolve
+from headrace.engine.resolve import GpuSupport, Resolved, resolve
 from headrace.engine.scheduler import SchedulerConfig
-from headrace.kv.storage import allocate_kv
-from headrace.machine.device import HostDevice
-from headrace.machine.probe import probe_machine
+from headrace.kv.directions import Directions, load_directions
+from headrace.kv.storage import allocate_cache, is_out_of_memory
+from headrace.machine.device import CudaDevice, Device, HostDevice
+from headrace.machine.probe import Machine, probe_machine
+from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
+from headrace.ops.records import LayerCache, LayerKV
 from headrace.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -28,9 +39,10 @@ log = logging.getLogger(__name__)
 _TORCH_THREADS_BESIDE_KERNELS = 1
 
 
-def load_parts(
-    config: EngineConfig, progress: Callable[[str, float], None] | None = None
-) -> EngineParts:
+Progress = Callable[[str, float], None]
+
+
+def load_parts(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
     """Open, check, decide, map.
 
     Raises:
@@ -40,26 +52,50 @@ def load_parts(
     checkpoint = open_checkpoint(
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
+    machine = probe_machine(gpus=config.device != "cpu")
+    found = find_directions(config, checkpoint)
     resolved = resolve(
         config,
         checkpoint.spec,
-        probe_machine(),
+        machine,
         checkpoint.nbytes,
         missing_kernels=registry.unavailable_reason("cpu"),
+        sizes=model_sizes(checkpoint),
+        gpu=gpu_support(machine),
+        kv=kv_support(found),
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
-    device = HostDevice()
     set_threads(resolved)
+    device = open_device(resolved, machine)
     ops = registry.resolve(_backends(resolved))
-    decoder = load_model(checkpoint, ops, device, max_positions=resolved.context, progress=progress)
-    kv = allocate_kv(
-        checkpoint.spec,
-        resolved.num_blocks,
-        resolved.block_tokens,
-        resolved.kv_format,
-        device.torch_device,
-    )
+    experts = ExpertPlace(resolved, device, ops, progress)
+    try:
+        decoder = load_model(
+            checkpoint,
+            ops,
+            device,
+            max_positions=resolved.context,
+            dense_format=resolved.dense_format,
+            executor_factory=experts.factory,
+            progress=progress,
+        )
+        kv = allocate_cache(
+            checkpoint.spec,
+            resolved.kv_pool,
+            resolved.kv_format,
+            device.torch_device,
+            found.directions if found is not None and resolved.kv_rank else None,
+        )
+        graphs = capture_graphs(resolved, device, decoder, kv, progress)
+    except Exception as error:
+        if resolved.vram is None or not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"GPU memory ran out while the model was loaded, against the plan: "
+            f"{resolved.vram.describe()}: {str(error).splitlines()[0]}",
+            hint="give a larger --vram-budget, or a smaller --context",
+        ) from error
     tokenizer = load_tokenizer(checkpoint.text)
     if progress is not None:
         progress("ready", 1.0)
@@ -69,7 +105,7 @@ def load_parts(
         context=resolved.context,
         vocab=decoder.spec.vocab,
         weights_nbytes=checkpoint.nbytes,
-        kv_nbytes=resolved.plan.kv_nbytes,
+        kv_nbytes=resolved.kv_nbytes,
         kv_format=resolved.kv_format,
         block_tokens=resolved.block_tokens,
         threads=resolved.threads,
@@ -78,8 +114,72 @@ def load_parts(
         load_s=time.perf_counter() - start,
     )
     return EngineParts(
-        decoder, kv, tokenizer, scheduler_config(config, resolved), info, device.torch_device
+        decoder,
+        kv,
+        tokenizer,
+        scheduler_config(config, resolved),
+        info,
+        device,
+        graphs,
+        experts.runtime,
     )
+
+
+def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
+    """How a checkpoint's matrices are stored."""
+    experts = [t for name, t in checkpoint.tensors.items() if ".experts." in name]
+    others = [t for name, t in checkpoint.tensors.items() if ".experts." not in name]
+
+    def formats(of: list[RawTensor], rank: int) -> frozenset[str]:
+        return frozenset(t.format for t in of if len(t.shape) >= rank and "bias" not in t.name)
+
+    return ModelSizes(
+        total_nbytes=checkpoint.nbytes,
+        expert_nbytes=sum(t.nbytes for t in experts),
+        expert_formats=formats(experts, 2),
+        dense_formats=formats([t for t in others if "router" not in t.name], 2),
+    )
+
+
+def gpu_support(machine: Machine) -> GpuSupport:
+    """What of this installation could run on the machine's GPU; looked up only if there is one."""
+    if not machine.gpus:
+        return GpuSupport("no GPU was found")
+    return GpuSupport(registry.unavailable_reason("triton"), supported_formats())
+
+
+def open_device(resolved: Resolved, machine: Machine) -> Device:
+    """The device that was chosen, kept within its budget.
+
+    Raises:
+        MachineError: it is not there after all.
+        DoesNotFitError: the driver's own memory leaves less than planned.
+    """
+    if resolved.vram is None:
+        return HostDevice()
+    device = CudaDevice(resolved.gpu_index)
+    free = next(g.memory_free_nbytes for g in machine.gpus if g.index == resolved.gpu_index)
+    left = device.limit_memory(resolved.vram.budget_nbytes, free)
+    log.info("CUDA leaves %d of %d bytes for tensors", left, resolved.vram.budget_nbytes)
+    return device
+
+
+def capture_graphs(
+    resolved: Resolved,
+    device: Device,
+    decoder: Decoder,
+    kv: Sequence[LayerCache],
+    progress: Progress | None,
+) -> DecodeGraphs | None:
+    """Capture decoding, where the device has something to gain from it."""
+    plain = [cache for cache in kv if isinstance(cache, LayerKV)]
+    if resolved.device != "cuda" or resolved.backend != "triton" or len(plain) < len(kv):
+        return None
+    graphs = DecodeGraphs(
+        decoder, plain, device, max_batch=resolved.max_num_seqs, context=resolved.context
+    )
+    graphs.capture(progress)
+    return graphs
 
 
 def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfig:
@@ -91,7 +191,24 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
         max_batch_tokens=resolved.max_batch_tokens,
         max_num_seqs=resolved.max_num_seqs,
         prefix_cache=config.prefix_cache,
+        sealed=FORMATS[resolved.kv_format].sealed,
+        num_first=resolved.kv_pool.num_first or None,
+        kv_key=resolved.kv_key,
     )
+
+
+def find_directions(config: EngineConfig, checkpoint: Checkpoint) -> Directions | None:
+    """The residual directions of these weights, looked up only where a format could use them."""
+    named = FORMATS.get(config.kv_format or "")
+    if config.kv_format != "auto" and (named is None or not named.max_rank):
+        return None
+    return load_directions(weights_hash(checkpoint), checkpoint.spec)
+
+
+def kv_support(found: Directions | None) -> KVSupport:
+    """Which back-ends have kernels for sealed pages, and which directions they could use."""
+    able = {b for b in registry.BACKENDS if registry.serves(b, registry.SEALED)}
+    return KVSupport(frozenset(able), None if found is None else found.key)
 
 
 def set_threads(resolved: Resolved) -> None:

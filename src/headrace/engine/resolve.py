@@ -2,67 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from headrace.core.config import EXPERT_MODES, KV_FORMATS, EngineConfig
+from headrace.core.config import DEVICES, EXPERT_MODES, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
+from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
 from headrace.core.status import Choice
+from headrace.engine.choosing import (
+    BLOCK_TOKENS,
+    Chosen,
+    batch_limits,
+    choose_block_tokens,
+    choose_context,
+    choose_pool,
+    host_budget,
+    one_of,
+)
+from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
-    KV_ELEMENT_NBYTES,
     RESERVE_NBYTES,
     MemoryPlan,
-    kv_nbytes,
     workspace_nbytes,
 )
+from headrace.engine.resolve_gpu import resolve_on_gpu
+from headrace.engine.resolved import GpuSupport, Resolved
 from headrace.machine.probe import Machine
 from headrace.machine.threads import choose_threads
 
-BLOCK_TOKENS = (16, 32, 64, 128)
-BACKENDS = ("cpu", "reference")
+__all__ = ["BACKENDS", "BLOCK_TOKENS", "GpuSupport", "Resolved", "resolve"]
 
-# Sequences at once. Decoding reads the weights once for all of them, and each adds attention and
-# sampling only; more than this wait, which shows in the queue and not in everybody's speed.
-DEFAULT_MAX_NUM_SEQS = 16
+BACKENDS = ("triton", "cpu", "reference")
+HOST_BACKENDS = ("cpu", "reference")
+
 # Tokens of a step: a matrix product on a CPU is bound by arithmetic, not by reading the weights,
 # well below 512 rows, so a longer chunk would only keep the decoding neighbours waiting longer.
 DEFAULT_MAX_BATCH_TOKENS = 512
-# Small blocks lose fewer tokens at the end of a shared prefix (half a block on average), large ones
-# make attention read longer runs: a head's keys in a block of 32 x 64 float32 are two 4 KiB pages.
-DEFAULT_BLOCK_TOKENS = 32
 # A server that remembers prefixes fills its KV pool sooner or later. A quarter of what the weights
 # leave keeps the pages of mapped weights, and other programs, in memory.
 DEFAULT_KV_SHARE = 4
-# What is free now is not free later: the rest of the system gets a tenth.
-SYSTEM_SHARE = 10
 # A plan that leaves less than a twentieth of its budget is worth a warning.
 LOW_HEADROOM_SHARE = 20
-# A context that holds no useful question and answer is refused rather than offered.
-MIN_CONTEXT = 256
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """Every choice, fixed for the engine's life; ``choices`` says why for each."""
-
-    context: int
-    kv_format: str
-    block_tokens: int
-    max_batch_tokens: int
-    max_num_seqs: int
-    num_blocks: int
-    threads: int
-    backend: str
-    experts: str
-    plan: MemoryPlan
-    choices: tuple[Choice, ...]
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.num_blocks * self.block_tokens
 
 
 def resolve(
@@ -72,6 +52,9 @@ def resolve(
     weights_nbytes: int,
     *,
     missing_kernels: str | None = None,
+    sizes: ModelSizes | None = None,
+    gpu: GpuSupport | None = None,
+    kv: KVSupport | None = None,
 ) -> Resolved:
     """Choose everything, or refuse before a weight is read.
 
@@ -81,32 +64,72 @@ def resolve(
         machine: as probed.
         weights_nbytes: bytes of all weight files.
         missing_kernels: why the C++ kernels cannot be used, None if they can.
+        sizes: how the weights are stored; needed to choose a GPU.
+        gpu: what of this installation could run on one.
+        kv: what is there for KV formats that seal pages.
 
     Raises:
         ConfigError: a value is not possible here, or two contradict each other.
         DoesNotFitError: the model does not fit the memory.
     """
+    one_of("--experts", config.experts, EXPERT_MODES)
+    sizes = sizes or ModelSizes(weights_nbytes)
+    support = gpu or GpuSupport()
+    reason = _why_not_gpu(config, machine, support)
+    warnings: tuple[str, ...] = ()
+    if reason is None:
+        try:
+            return resolve_on_gpu(config, spec, machine, sizes, support, kv or KVSupport())
+        except DoesNotFitError as error:
+            if _insists_on_gpu(config):
+                raise
+            reason = f"{machine.gpus[0].name} is not used: {error.message}"
+            warnings = (f"computing on the CPU: {error.message}",)
+    elif machine.gpus and config.device == "auto" and config.backend is None:
+        warnings = (f"computing on the CPU: {reason}",)
+    return _resolve_on_cpu(
+        config,
+        spec,
+        machine,
+        weights_nbytes,
+        _Host(missing_kernels, reason, warnings, kv or KVSupport()),
+    )
+
+
+@dataclass(frozen=True)
+class _Host:
+    """Why the CPU: missing C++ kernels, the reason against a GPU, warnings so far."""
+
+    missing_kernels: str | None
+    reason: str
+    warnings: tuple[str, ...]
+    kv: KVSupport
+
+
+def _resolve_on_cpu(
+    config: EngineConfig, spec: ModelSpec, machine: Machine, weights_nbytes: int, host: _Host
+) -> Resolved:
     choices: list[Choice] = []
 
     def chosen(name: str, value: object, reason: str) -> None:
         choices.append(Choice(name, str(value), reason))
 
-    experts = _experts(config, spec, machine, chosen)
-    backend = _backend(config, missing_kernels, chosen)
+    chosen("device", "cpu", host.reason)
+    _experts_on_cpu(config, spec, host.reason, chosen)
+    backend = _backend(config, host.missing_kernels, chosen)
     threads = choose_threads(machine.cpu, config.threads)
     chosen("threads", threads.threads, threads.reason)
-    kv_format = _one_of("--kv-format", config.kv_format, KV_FORMATS)
-    chosen("kv_format", kv_format or "f32", _why(kv_format, "activations are float32 on a CPU"))
-    kv_format = kv_format or "f32"
-    block_tokens = _one_of("block_tokens", config.block_tokens, BLOCK_TOKENS)
-    chosen(
-        "block_tokens",
-        block_tokens or DEFAULT_BLOCK_TOKENS,
-        _why(block_tokens, "a shared prefix loses half a block on average, attention reads runs"),
+    kv = choose_kv(
+        config, spec, host.kv, backend, ("f32", "activations are float32 on a CPU"), chosen
     )
-    block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
-    seqs, batch = _batch_limits(config, chosen)
-    budget = _budget(config, machine, chosen)
+    block_tokens = choose_block_tokens(config, chosen, sealed=kv.format.sealed)
+    seqs, batch = batch_limits(
+        config,
+        DEFAULT_MAX_BATCH_TOKENS,
+        "larger chunks gain nothing on a CPU and delay others",
+        chosen,
+    )
+    budget = host_budget(config, machine, chosen)
 
     def workspace(context: int) -> int:
         return workspace_nbytes(
@@ -117,25 +140,43 @@ def resolve(
             backend=backend,
         )
 
-    room = _Room(spec, kv_format, block_tokens, weights_nbytes, budget)
-    context = _context(config, spec, room, workspace, chosen)
-    num_blocks = _pool(config, room, context, seqs, workspace(context), chosen)
+    pool = KVPool(spec, kv, block_tokens, seqs, batch)
+    room = _HostRoom(pool, block_tokens, weights_nbytes, budget)
+    context = choose_context(config, spec, room, workspace, chosen)
+    num_blocks = choose_pool(
+        config,
+        room,
+        context=context,
+        seqs=seqs,
+        workspace=workspace(context),
+        share=DEFAULT_KV_SHARE,
+        chosen=chosen,
+    )
     plan = room.plan(num_blocks * block_tokens, workspace(context))
     plan.require_fit("give a smaller --context or a larger --ram-budget, or --kv-format bf16")
     chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
+    missing = host.missing_kernels
     return Resolved(
         context=context,
-        kv_format=kv_format,
+        kv_format=kv.format.name,
+        kv_pool=pool.shape(num_blocks),
+        kv_rank=kv.rank,
+        kv_key=kv.key,
         block_tokens=block_tokens,
         max_batch_tokens=batch,
         max_num_seqs=seqs,
         num_blocks=num_blocks,
         threads=threads.threads,
         backend=backend,
-        experts=experts,
+        experts="cpu",
         plan=plan,
         choices=tuple(choices),
-        warnings=(*threads.warnings, *_warnings(config, backend, missing_kernels, plan)),
+        warnings=(
+            *host.warnings,
+            *kv.warnings,
+            *threads.warnings,
+            *_warnings(config, backend, missing, plan),
+        ),
     )
 
 
@@ -153,15 +194,11 @@ def _warnings(
     return tuple(found)
 
 
-Chosen = Callable[[str, object, str], None]
-
-
 @dataclass(frozen=True)
-class _Room:
-    """Memory as the KV pool sees it."""
+class _HostRoom:
+    """Host memory as the KV pool sees it."""
 
-    spec: ModelSpec
-    kv_format: str
+    pool: KVPool
     block_tokens: int
     weights_nbytes: int
     budget_nbytes: int
@@ -169,65 +206,87 @@ class _Room:
     def plan(self, kv_tokens: int, workspace: int) -> MemoryPlan:
         return MemoryPlan(
             weights_nbytes=self.weights_nbytes,
-            kv_nbytes=kv_nbytes(self.spec, kv_tokens, self.kv_format),
+            kv_nbytes=self.pool.nbytes(-(-kv_tokens // self.block_tokens)),
             workspace_nbytes=workspace,
             reserve_nbytes=RESERVE_NBYTES,
             budget_nbytes=self.budget_nbytes,
         )
 
     def tokens(self, workspace: int, share: int = 1) -> int:
-        """Tokens of KV, in whole blocks, in 1 / ``share`` of what the rest of the plan leaves."""
-        per_token = self.spec.kv_nbytes_per_token(KV_ELEMENT_NBYTES[self.kv_format])
-        free = max(0, self.plan(0, workspace).headroom_nbytes)
-        return free // share // per_token // self.block_tokens * self.block_tokens
+        """See ``choosing.Room``."""
+        empty = self.plan(0, workspace)
+        free = max(0, empty.headroom_nbytes + empty.kv_nbytes)
+        return self.pool.blocks_in(free // share) * self.block_tokens
 
 
-def _why(given: object, otherwise: str) -> str:
-    return otherwise if given is None else "as configured"
+def _why_not_gpu(config: EngineConfig, machine: Machine, support: GpuSupport) -> str | None:
+    """Why the CPU computes; None to try the GPU.
 
-
-T = TypeVar("T")
-
-
-def _one_of(name: str, value: T | None, allowed: tuple[T, ...]) -> T | None:
-    if value is not None and value not in allowed:
-        known = ", ".join(map(str, allowed))
-        raise ConfigError(f"{name} is {value!r}; supported: {known}", param=name)
-    return value
-
-
-def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
-    return value
-
-
-def _experts(config: EngineConfig, spec: ModelSpec, machine: Machine, chosen: Chosen) -> str:
-    mode = _one_of("--experts", config.experts, EXPERT_MODES)
-    if machine.gpus:
-        reason = f"{machine.gpus[0].name} is not used: this release computes on the CPU"
-    else:
+    Raises:
+        ConfigError: a GPU is asked for and cannot be used, or asked for and ruled out at once.
+    """
+    device = one_of("--device", config.device, DEVICES)
+    backend = one_of("backend", config.backend, BACKENDS)
+    if device == "cpu" or (device == "auto" and backend in HOST_BACKENDS):
+        reason = "as configured" if device == "cpu" else f"backend {backend!r} is configured"
+    elif not machine.gpus:
         reason = "no GPU was found"
-    if mode in ("gpu", "stream", "hybrid"):
-        raise ConfigError(
-            f"--experts {mode} needs a GPU: {reason}",
-            hint="leave it out, or give --experts cpu",
-            param="--experts",
-        )
-    if config.vram_budget_nbytes is not None:
-        raise ConfigError(
-            f"--vram-budget is {config.vram_budget_nbytes} bytes, but {reason}",
-            hint="leave it out; --ram-budget limits host memory",
-            param="--vram-budget",
-        )
-    if spec.moe is None:
+    elif support.missing is not None:
+        reason = f"{machine.gpus[0].name} is not used: {support.missing}"
+    else:
+        if backend == "cpu":
+            raise ConfigError(
+                "backend is 'cpu', but --device is cuda",
+                hint="leave one of them out",
+                param="backend",
+            )
+        return None
+    asked = {
+        "--device": device == "cuda",
+        "--experts": config.experts in ("gpu", "stream", "hybrid"),
+        "--vram-budget": config.vram_budget_nbytes is not None,
+        "--dense-format": config.dense_format is not None,
+        "backend": backend == "triton",
+    }
+    values = {
+        "--device": device,
+        "--experts": config.experts,
+        "--vram-budget": f"{config.vram_budget_nbytes} bytes",
+        "--dense-format": config.dense_format,
+        "backend": backend,
+    }
+    for flag, wanted in asked.items():
+        if wanted:
+            why_not = "--device is cpu" if device == "cpu" else reason
+            raise ConfigError(
+                f"{flag} {values[flag]} needs a GPU: {why_not}",
+                hint="leave it out, or run `headrace doctor` to see what is missing",
+                param=flag,
+            )
+    return reason
+
+
+def _insists_on_gpu(config: EngineConfig) -> bool:
+    """Whether the user asked for something that only a GPU has."""
+    return (
+        config.device == "cuda"
+        or config.experts in ("gpu", "stream", "hybrid")
+        or config.vram_budget_nbytes is not None
+        or config.dense_format is not None
+        or config.backend == "triton"
+    )
+
+
+def _experts_on_cpu(config: EngineConfig, spec: ModelSpec, reason: str, chosen: Chosen) -> None:
+    if config.experts == "cpu":
+        reason = "as configured"
+    elif spec.moe is None:
         reason = "the model has no experts"
-    chosen("experts", "cpu", "as configured" if mode == "cpu" else reason)
-    return "cpu"
+    chosen("experts", "cpu", reason)
 
 
 def _backend(config: EngineConfig, missing_kernels: str | None, chosen: Chosen) -> str:
-    forced = _one_of("backend", config.backend, BACKENDS)
+    forced = config.backend
     if forced == "cpu" and missing_kernels is not None:
         raise ConfigError(
             f"backend is 'cpu', but {missing_kernels}",
@@ -242,107 +301,3 @@ def _backend(config: EngineConfig, missing_kernels: str | None, chosen: Chosen) 
         return "cpu"
     chosen("backend", "reference", f"plain PyTorch, slow: {missing_kernels}")
     return "reference"
-
-
-def _batch_limits(config: EngineConfig, chosen: Chosen) -> tuple[int, int]:
-    """Sequences at once and tokens of a step."""
-    seqs = _positive("max_num_seqs", config.max_num_seqs)
-    batch = _positive("max_batch_tokens", config.max_batch_tokens)
-    if seqs is None:
-        seqs = min(DEFAULT_MAX_NUM_SEQS, batch or DEFAULT_MAX_NUM_SEQS)
-        chosen("max_num_seqs", seqs, "more wait, so that those that run keep their speed")
-    else:
-        chosen("max_num_seqs", seqs, "as configured")
-    if batch is None:
-        batch = max(DEFAULT_MAX_BATCH_TOKENS, seqs)
-        chosen("max_batch_tokens", batch, "larger chunks gain nothing on a CPU and delay others")
-    else:
-        chosen("max_batch_tokens", batch, "as configured")
-    if batch < seqs:
-        raise ConfigError(
-            f"max_batch_tokens is {batch}, less than one token for each of max_num_seqs {seqs}",
-            param="max_batch_tokens",
-        )
-    return seqs, batch
-
-
-def _budget(config: EngineConfig, machine: Machine, chosen: Chosen) -> int:
-    """Bytes of host memory that all of our processes may use, mapped weights included."""
-    total, available = machine.memory.usable_total_nbytes, machine.memory.usable_available_nbytes
-    if config.ram_budget_nbytes is None:
-        budget = available - available // SYSTEM_SHARE
-        chosen("ram_budget", budget, f"what is available now, less 1/{SYSTEM_SHARE} for others")
-        return budget
-    if config.ram_budget_nbytes > total:
-        raise ConfigError(
-            f"--ram-budget is {config.ram_budget_nbytes} bytes; this machine (or its container) "
-            f"has {total}",
-            hint="give less, or leave it out",
-            param="--ram-budget",
-        )
-    chosen("ram_budget", config.ram_budget_nbytes, "as configured")
-    return config.ram_budget_nbytes
-
-
-def _context(
-    config: EngineConfig,
-    spec: ModelSpec,
-    room: _Room,
-    workspace: Callable[[int], int],
-    chosen: Chosen,
-) -> int:
-    wanted = _positive("--context", config.context)
-    pool = _positive("kv_tokens", config.kv_tokens)
-    if wanted is not None and wanted > spec.max_context:
-        raise ConfigError(
-            f"--context is {wanted}; the model's own limit is {spec.max_context} tokens",
-            hint=f"give at most --context {spec.max_context}",
-            param="--context",
-        )
-    if wanted is not None and pool is not None and pool < wanted:
-        raise ConfigError(
-            f"kv_tokens is {pool}, less than one sequence of --context {wanted}",
-            hint="raise kv_tokens or lower --context",
-            param="kv_tokens",
-        )
-    if wanted is not None:
-        chosen("context", wanted, "as configured")
-        return wanted
-    if pool is not None and pool < spec.max_context:
-        chosen("context", pool, "the KV pool's size, as configured")
-        return pool
-    fits = room.tokens(workspace(spec.max_context))
-    if fits >= spec.max_context:
-        chosen("context", spec.max_context, "the model's own limit")
-        return spec.max_context
-    # The workspace shrinks with the context; what fits beside a smaller one is a little more.
-    fits = room.tokens(workspace(max(fits, MIN_CONTEXT)))
-    smallest = min(MIN_CONTEXT, spec.max_context)
-    if fits < smallest:
-        plan = room.plan(smallest, workspace(smallest))
-        plan.require_fit("choose a smaller model or format, or free memory")
-        raise DoesNotFitError(f"no context of {smallest} tokens fits: {plan.describe()}")
-    chosen("context", fits, f"what fits in memory; the model's own limit is {spec.max_context}")
-    return fits
-
-
-def _pool(
-    config: EngineConfig, room: _Room, context: int, seqs: int, workspace: int, chosen: Chosen
-) -> int:
-    """Blocks of the KV pool: at least one whole sequence."""
-    size = room.block_tokens
-    if config.kv_tokens is not None:
-        blocks = -(-config.kv_tokens // size)
-        chosen("kv_tokens", blocks * size, "as configured, in whole blocks")
-        return blocks
-    one = -(-context // size)
-    share = room.tokens(workspace, DEFAULT_KV_SHARE) // size
-    blocks = max(one, min(one * seqs, share))
-    if blocks == one * seqs:
-        reason = "the whole context for every sequence"
-    elif blocks == one:
-        reason = "one whole context"
-    else:
-        reason = f"1/{DEFAULT_KV_SHARE} of the memory that the rest leaves"
-    chosen("kv_tokens", blocks * size, reason + "; pages are touched on first use")
-    return blocks

@@ -22,7 +22,8 @@ from headrace.core.step import (
     StepOutput,
 )
 from headrace.engine.batch import build_batch
-from headrace.engine.sampler import SamplingState, choose, logprob_of
+from headrace.engine.decode_graphs import DecodeGraphs, best_of
+from headrace.engine.sampler import SamplingState, checked_best, choose, logprob_of
 from headrace.kv.storage import copy_block, open_pages_of
 from headrace.layers.moe import RoutingObserver
 from headrace.ops.records import AttentionBatch, LayerCache
@@ -72,6 +73,7 @@ class Runner:
         kv: one cache for each layer.
         logits_rows: rows whose logits are computed at once; bounds the memory that logits take.
         device: where the decoder's tensors are.
+        graphs: serve the decoding steps that they can.
         is_owned: whether a sequence refers to a block; for caches whose pages are sealed.
     """
 
@@ -81,6 +83,7 @@ class Runner:
         kv: Sequence[LayerCache],
         logits_rows: int,
         device: torch.device,
+        graphs: DecodeGraphs | None = None,
         is_owned: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._decoder = decoder
@@ -88,6 +91,7 @@ class Runner:
         self._block_tokens = kv[0].block_tokens
         self._logits_rows = logits_rows
         self._device = device
+        self._graphs = graphs
         self._open = open_pages_of(kv, is_owned)
 
     @torch.inference_mode()
@@ -117,10 +121,10 @@ class Runner:
             states: sampling state by sequence id; not changed.
             ranges: takes the measured seconds.
         """
+        if self._captured(chunks, states):
+            return self._replay(step, chunks, states, ranges)
         with ranges.timed("batch"):
-            tokens, batch = build_batch(
-                chunks, self._block_tokens, self._device, self._open
-            )
+            tokens, batch = build_batch(chunks, self._block_tokens, self._device, self._open)
         with ranges.timed("decoder"):
             hidden = self._decoder.forward(tokens, batch, self._kv)
         scores: list[PromptLogprobs] = []
@@ -129,7 +133,7 @@ class Runner:
         first = 0
         for chunk in chunks:
             state = states[chunk.seq_id]
-            if state.scores_prompt and chunk.start + 1 < len(state.prompt):
+            if _scores(chunk, state):
                 with ranges.timed("prompt_logprobs"):
                     scores.append(self._score_prompt(chunk, state, hidden[first:]))
             first += len(chunk.token_ids)
@@ -137,19 +141,48 @@ class Runner:
                 rows.append((first - 1, chunk))
         for part in range(0, len(rows), self._logits_rows):
             some = rows[part : part + self._logits_rows]
+            wanting = [chunk for _, chunk in some]
             with ranges.timed("logits"):
                 logits = self._logits(hidden, [row for row, _ in some])
+                best = None
+                if logits.is_cuda and any(_is_greedy(states[c.seq_id]) for c in wanting):
+                    best = best_of(logits)
             with ranges.timed("sampler"):
-                for values, (_, chunk) in zip(logits, some):
-                    sampled.append(_sample(values, chunk, states[chunk.seq_id]))
+                sampled.extend(_choose(logits, best, range(len(some)), wanting, states))
         return StepOutput(step, tuple(sampled), tuple(scores))
 
-    def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    def _captured(
+        self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
+    ) -> bool:
+        """Whether a graph serves these chunks: decoding only, and nobody looks inside."""
+        graphs = self._graphs
+        if graphs is None or len(chunks) > graphs.max_batch or self._decoder.on_routing is not None:
+            return False
+        return all(len(c.token_ids) == 1 and not _scores(c, states[c.seq_id]) for c in chunks)
+
+    def _replay(
+        self,
+        step: int,
+        chunks: Sequence[ScheduledChunk],
+        states: Mapping[int, SamplingState],
+        ranges: Ranges,
+    ) -> StepOutput:
+        assert self._graphs is not None
+        with ranges.timed("decoder"):
+            result = self._graphs.run(chunks)
+        rows = [row for row, chunk in enumerate(chunks) if chunk.sample]
+        wanting = [chunks[row] for row in rows]
+        with ranges.timed("sampler"):
+            sampled = _choose(result.logits, result.best, rows, wanting, states)
+        return StepOutput(step, tuple(sampled))
+
+    def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """float32 [len(rows), vocab], where the decoder is."""
         if len(rows) == hidden.shape[0]:
             picked = hidden
         else:
             picked = hidden[torch.tensor(rows, device=hidden.device)]
-        return self._decoder.logits(picked).cpu().numpy()
+        return self._decoder.logits(picked)
 
     def _score_prompt(
         self, chunk: ScheduledChunk, state: SamplingState, hidden: torch.Tensor
@@ -163,9 +196,58 @@ class Runner:
         entries: list[TokenLogprob] = []
         for part in range(0, len(targets), self._logits_rows):
             some = targets[part : part + self._logits_rows]
-            logits = self._logits(hidden, range(part, part + len(some)))
+            logits = self._logits(hidden, range(part, part + len(some))).cpu().numpy()
             entries.extend(logprob_of(v, t, top) for v, t in zip(logits, some))
         return PromptLogprobs(chunk.seq_id, chunk.start + 1, tuple(entries))
+
+
+def _scores(chunk: ScheduledChunk, state: SamplingState) -> bool:
+    """Whether the log-probabilities of prompt tokens after the chunk's are wanted."""
+    return state.scores_prompt and chunk.start + 1 < len(state.prompt)
+
+
+def _is_greedy(state: SamplingState) -> bool:
+    """Whether the largest of the raw logits is all that the sequence wants."""
+    return state.greedy and not state.changes_logits and state.params.logprobs is None
+
+
+def _choose(
+    logits: torch.Tensor,
+    best: torch.Tensor | None,
+    rows: Sequence[int],
+    chunks: Sequence[ScheduledChunk],
+    states: Mapping[int, SamplingState],
+) -> list[SampledToken]:
+    """The next token of each chunk, whose logits are in the row of the same place in ``rows``.
+
+    Where ``best`` was found beside the logits (``decode_graphs.StepResult``), rows that want no more
+    than that leave their logits where they are.
+    """
+    found = None if best is None else best.cpu().numpy()
+    rest = [
+        row
+        for row, chunk in zip(rows, chunks)
+        if found is None or not _is_greedy(states[chunk.seq_id])
+    ]
+    values = dict(zip(rest, _to_host(logits, rest)))
+    sampled: list[SampledToken] = []
+    for row, chunk in zip(rows, chunks):
+        if row in values:
+            sampled.append(_sample(values[row], chunk, states[chunk.seq_id]))
+            continue
+        assert found is not None
+        position = chunk.start + len(chunk.token_ids)
+        token = checked_best(float(found[0, row]), int(found[1, row]), position)
+        sampled.append(SampledToken(chunk.seq_id, token))
+    return sampled
+
+
+def _to_host(logits: torch.Tensor, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    if not rows:
+        return np.empty((0, 0), np.float32)
+    if len(rows) < logits.shape[0]:
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    return logits.cpu().numpy()
 
 
 def _sample(

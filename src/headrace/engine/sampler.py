@@ -22,6 +22,7 @@ Log-probabilities describe the model: log-softmax of the raw logits, before any 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass, field
 
@@ -93,15 +94,25 @@ def choose(logits: npt.NDArray[np.float32], state: SamplingState, position: int)
     if state.changes_logits:
         logits = penalized(logits, state)
     best = int(logits.argmax())  # the first of equals, and the first NaN if there is one
-    if not np.isfinite(logits[best]):
-        raise InternalError(
-            f"the logits for position {position} are not finite: {logits[best]} at token {best}",
-            hint="the checkpoint may hold NaN or infinite weights",
-        )
+    checked_best(float(logits[best]), best, position)
     if state.greedy:
         return best
     weights = kept_weights(logits, float(logits[best]), state.params)
     return _draw(weights, uniform(state.seed, state.index, position))
+
+
+def checked_best(value: float, token_id: int, position: int) -> int:
+    """``token_id``, whose logit is the largest.
+
+    Raises:
+        InternalError: ``value`` is not finite.
+    """
+    if not math.isfinite(value):
+        raise InternalError(
+            f"the logits for position {position} are not finite: {value} at token {token_id}",
+            hint="the checkpoint may hold NaN or infinite weights",
+        )
+    return token_id
 
 
 def penalized(logits: npt.NDArray[np.float32], state: SamplingState) -> npt.NDArray[np.float32]:

@@ -36,6 +36,7 @@ class SchedulerConfig:
     max_batch_tokens: tokens per step, at least ``max_num_seqs``
     sealed: blocks are quantised when they are full
     num_first: blocks that may be the first of a sequence, None for all
+    kv_key: what cached prefixes depend on beside their tokens
     """
 
     num_blocks: int
@@ -46,6 +47,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     sealed: bool = False
     num_first: int | None = None
+    kv_key: str = ""
 
 
 @dataclass
@@ -154,7 +156,7 @@ class Scheduler:
                 param="messages",
                 code="context_length_exceeded",
             )
-        group = Group(request, CacheSpace(salt=request.cache_salt))
+        group = Group(request, CacheSpace(salt=request.cache_salt, kv=self.config.kv_key))
         self._groups[request.request_id] = group
         wanted = request.sampling.max_tokens
         total = limit if wanted is None else min(limit, num_prompt + wanted)

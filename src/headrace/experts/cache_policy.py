@@ -1,155 +1,327 @@
-"""Replays recorded routing against expert caches: least recently used, decayed frequency, best static
-set, Belady.
+"""Which experts stay in VRAM: the policies behind one interface, and their exact arithmetic.
 
-A *visit* is what one token asks of one layer: the experts it was routed to, as keys that are unique
-over the model (``layer * num_experts + expert``). All of a visit's experts are looked up at once,
-against the cache as the visit finds it; then the cache changes. One cache serves all layers.
+A *unit* is what a slot holds: one slice of one expert (``unit = expert * num_slices + slice``, experts
+numbered over all layers, ``layer * num_experts + e``). A decode step asks each layer in turn for some
+experts; of what is missing, the caller fetches what it likes and offers it with ``admit``.
 
-A miss need not be admitted (the CPU can compute the expert where it lies), so the optimum here is
-Belady's with bypass: after each visit it keeps, of what was resident and what was just used, the
-experts whose next use is nearest. No policy has more hits with as many slots (Belady 1966, for unit
-sizes; tests compare it with exhaustive search).
+``ValuePolicy`` estimates how likely an expert is at its layer's next turns. Three counters per expert
+forget at different speeds (half-lives of 2, 16 and 512 steps): what serves the running sentence, the
+passage and the kind of text. Its arithmetic is float32 and has no transcendental function, so that
+the GPU's plan kernel has the same bits:
+
+    begin of a step, all experts:      f_i = f_i * DECAY_i                                   i = 0, 1, 2
+    use, once a step and expert:       f_i = f_i + 1
+    value:                             q = (f_1 + FLOOR_1) * (f_2 + FLOOR_2)
+                                       v = ((f_0 + FLOOR_0) * q) * q
+
+    ranking, once a step:  units in slots by (value, unit), ascending, values as of the step's begin
+    a victim for layer l:  of the first WINDOW units of the ranking that are still in their slots and
+                           whose expert was not used in this step, the smallest
+                           v * TURN[distance], ties to the earlier one in the ranking;
+                           distance = (layer(unit) - l - 1) mod L, layers that pass before its turn
+    admission:             v(newcomer) * ADMISSION > v(victim) * TURN[distance]
+
+Values do not change between a step's begin and its use, so nothing is ranked again within a step. A
+token walks the layers in a cycle: of experts that are about equally cold the one whose turn has just
+passed goes first, since it serves nobody for a whole step (TURN falls from 1 to 2^-2.5 along the
+cycle). Among a layer's misses the most valuable is offered first; ties go to the smaller unit.
+
+How the constants were chosen, and what lost: docs/residency.md. Pure Python, no tensors here.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace
-
-Visit = Sequence[int]
-LARGEST_WEIGHT = 1e100  # where the scores of decayed frequency are scaled down again
-NEVER = 1 << 62  # the next use of what is not used again
+from heapq import nsmallest
+from operator import mul
+from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Replay:
-    """Counts over one replay; an expert that a visit names twice is one look-up."""
+class CacheShape:
+    """What is cached. ``num_slots``: units that fit; ``num_slices``: units of one expert."""
 
-    num_lookups: int
-    num_hits: int
+    num_layers: int
+    num_experts: int
+    num_slots: int
+    num_slices: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_experts, self.num_slices) < 1 or self.num_slots < 0:
+            raise ValueError(f"no such cache: {self}")
 
     @property
-    def hit_rate(self) -> float:
-        """Hits over look-ups, cold start included; 0 without look-ups."""
-        return self.num_hits / self.num_lookups if self.num_lookups else 0.0
+    def num_all(self) -> int:
+        """Experts of all layers."""
+        return self.num_layers * self.num_experts
+
+    def layer_of(self, unit: int) -> int:
+        return unit // self.num_slices // self.num_experts
+
+    def expert_of(self, unit: int) -> int:
+        return unit // self.num_slices
+
+    def units_of(self, expert: int) -> range:
+        return range(expert * self.num_slices, (expert + 1) * self.num_slices)
 
 
-def visits_of(ids: Sequence[Sequence[Sequence[int]]], num_experts: int) -> list[tuple[int, ...]]:
-    """Visits in the order in which a decoder makes them: token by token, each through all layers.
+@dataclass(frozen=True)
+class LookUp:
+    """What a layer finds: units in slots, and missing ones, most worth keeping first."""
 
-    Args:
-        ids: [layers][tokens][k], as ``RoutingTrace.ids.tolist()`` gives them; -1 is nobody.
-        num_experts: of one layer.
+    hits: tuple[int, ...]
+    misses: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """``unit`` takes the place of ``victim``; None: an empty slot."""
+
+    unit: int
+    victim: int | None
+
+
+class CachePolicy(Protocol):
+    """Keeps the books of one arena of slots over all layers."""
+
+    shape: CacheShape
+
+    def begin_step(self) -> None:
+        """A decode step begins, in which every layer has one turn."""
+        ...
+
+    def look_up(self, experts: Sequence[int]) -> LookUp:
+        """One layer's turn: note the use of these experts (different ones, all of that layer)."""
+        ...
+
+    def admit(self, unit: int) -> Admission | None:
+        """Offer a unit that missed in this layer's turn; None if it does not beat its victim."""
+        ...
+
+    def replace(self, unit: int, victim: int | None) -> None:
+        """Promotion: put a unit in a victim's place, or an empty one, whatever their values."""
+        ...
+
+    def value(self, expert: int) -> float:
+        """What the policy thinks an expert worth keeping; comparable within one step."""
+        ...
+
+    def residents(self) -> Iterable[int]:
+        """Units in slots."""
+        ...
+
+
+class LruPolicy:
+    """The unit used least recently goes; every miss is admitted. The baseline."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self._slots: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._clock = 0
+        self._last = [0] * shape.num_all
+
+    def begin_step(self) -> None:
+        return None
+
+    def look_up(self, experts: Sequence[int]) -> LookUp:
+        hits: list[int] = []
+        misses: list[int] = []
+        for expert in experts:
+            self._clock += 1
+            self._last[expert] = self._clock
+            for unit in self.shape.units_of(expert):
+                if unit in self._slots:
+                    self._slots.move_to_end(unit)
+                    hits.append(unit)
+                else:
+                    misses.append(unit)
+        return LookUp(tuple(hits), tuple(misses))
+
+    def admit(self, unit: int) -> Admission | None:
+        if not self.shape.num_slots:
+            return None
+        full = len(self._slots) >= self.shape.num_slots
+        victim = self._slots.popitem(last=False)[0] if full else None
+        self._slots[unit] = None
+        return Admission(unit, victim)
+
+    def replace(self, unit: int, victim: int | None) -> None:
+        _swap(self._slots, unit, victim, self.shape)
+        self._slots.move_to_end(unit, last=False)
+
+    def value(self, expert: int) -> float:
+        return float(self._last[expert])
+
+    def residents(self) -> Iterable[int]:
+        return self._slots.keys()
+
+
+# Half-lives in steps, and the floors added to the counters. Chosen on the tune parts of the demo
+# mixture's traces (2026-11-29); the floors are rates of 0.02, 0.003 and 0.0005 a step over 1 - DECAY.
+HALF_LIVES = (2.0, 16.0, 512.0)
+FLOOR_RATES = (0.02, 0.003, 0.0005)
+WINDOW = 16
+TURN_OCTAVES = 2.5  # log2 by which a turn just passed counts less than one that comes next
+ADMISSION_OCTAVES = 1.5
+
+
+def _float32(*values: float) -> array[float]:
+    return array("f", values)
+
+
+@dataclass(frozen=True)
+class ValueConstants:
+    """The constants of ``ValuePolicy``'s arithmetic; all but ``window`` are float32 numbers."""
+
+    decay: tuple[float, ...]
+    floor: tuple[float, ...]
+    turn: tuple[float, ...]  # by distance, one entry a layer
+    admission: float
+    window: int
+
+
+def value_constants(num_layers: int) -> ValueConstants:
+    """The constants for a model of so many layers."""
+    exact = [2.0 ** (-1.0 / half_life) for half_life in HALF_LIVES]
+    floors = [rate / (1.0 - decay) for rate, decay in zip(FLOOR_RATES, exact, strict=True)]
+    turns = [2.0 ** (-TURN_OCTAVES * (d + 1) / num_layers) for d in range(num_layers)]
+    return ValueConstants(
+        tuple(_float32(*exact)),
+        tuple(_float32(*floors)),
+        tuple(_float32(*turns)),
+        _float32(2.0**-ADMISSION_OCTAVES)[0],
+        WINDOW,
+    )
+
+
+class ValuePolicy:
+    """Keeps what is likely to be used soon; admits only what beats its victim. See the module.
+
+    Products and sums of two float32 numbers are exact or rounded once in float64, and each is rounded
+    to float32 when it is stored, so the results are those of float32 hardware.
     """
-    visits: list[tuple[int, ...]] = []
-    for token in zip(*ids, strict=True):
-        for layer, chosen in enumerate(token):
-            keys = {layer * num_experts + e: None for e in chosen if e >= 0}
-            visits.append(tuple(keys))
-    return visits
 
+    def __init__(self, shape: CacheShape, constants: ValueConstants | None = None) -> None:
+        self.shape = shape
+        self.constants = constants or value_constants(shape.num_layers)
+        self._counters = [array("f", bytes(4 * shape.num_all)) for _ in HALF_LIVES]
+        self._values = self._worth(self._counters)
+        self._slots: dict[int, None] = {}
+        self._used: set[int] = set()  # experts, in this step
+        self._ranking: list[int] | None = None
+        self._layer = 0
 
-def slots_for(residency: float, num_layers: int, num_experts: int) -> int:
-    """Slots that hold this share (0 to 1) of a model's experts, rounded to the nearest."""
-    return round(residency * num_layers * num_experts)
+    def begin_step(self) -> None:
+        for at, decay in enumerate(self.constants.decay):
+            self._counters[at] = array("f", [f * decay for f in self._counters[at]])
+        self._values = self._worth(self._counters)
+        self._used.clear()
+        self._ranking = None
 
+    def look_up(self, experts: Sequence[int]) -> LookUp:
+        hits: list[int] = []
+        misses: list[tuple[float, int]] = []
+        for expert in experts:
+            self._layer = expert // self.shape.num_experts
+            for counter in self._counters:
+                counter[expert] += 1.0
+            self._used.add(expert)
+            self._values[expert] = self._worth([f[expert : expert + 1] for f in self._counters])[0]
+            worth = -self._values[expert]
+            for unit in self.shape.units_of(expert):
+                if unit in self._slots:
+                    hits.append(unit)
+                else:
+                    misses.append((worth, unit))
+        return LookUp(tuple(hits), tuple(unit for _, unit in sorted(misses)))
 
-def replay_lru(visits: Iterable[Visit], num_slots: int) -> Replay:
-    """The least recently used expert makes room; every miss is admitted."""
-    resident: OrderedDict[int, None] = OrderedDict()
-    lookups = hits = 0
-    for visit in visits:
-        lookups += len(visit)
-        hits += sum(key in resident for key in visit)
-        for key in visit:
-            resident[key] = None
-            resident.move_to_end(key)
-        while len(resident) > num_slots:
-            resident.popitem(last=False)
-    return Replay(lookups, hits)
+    def admit(self, unit: int) -> Admission | None:
+        if len(self._slots) < self.shape.num_slots:
+            self._slots[unit] = None
+            return Admission(unit, None)
+        found = self._victim()
+        if found is None:
+            return None
+        worth, victim = found
+        newcomer = self.value(self.shape.expert_of(unit))
+        if not _float32(newcomer * self.constants.admission)[0] > worth:
+            return None
+        self.replace(unit, victim)
+        return Admission(unit, victim)
 
+    def replace(self, unit: int, victim: int | None) -> None:
+        _swap(self._slots, unit, victim, self.shape)
 
-def best_static_set(visits: Iterable[Visit], num_slots: int) -> frozenset[int]:
-    """The experts asked for most often, the smaller key first among equals: the best that never
-    changes."""
-    counts = Counter(key for visit in visits for key in visit)
-    ranked = sorted(counts, key=lambda key: (-counts[key], key))
-    return frozenset(ranked[:num_slots])
+    def value(self, expert: int) -> float:
+        return self._values[expert]
 
+    def residents(self) -> Iterable[int]:
+        return self._slots.keys()
 
-def replay_static(visits: Iterable[Visit], resident: frozenset[int]) -> Replay:
-    """A set that never changes."""
-    lookups = hits = 0
-    for visit in visits:
-        lookups += len(visit)
-        hits += sum(key in resident for key in visit)
-    return Replay(lookups, hits)
+    def counters(self, expert: int) -> tuple[float, ...]:
+        """The three counters, slowest last."""
+        return tuple(f[expert] for f in self._counters)
 
+    def _worth(self, counters: Sequence[array[float]]) -> array[float]:
+        """v of each entry; every intermediate is rounded to float32."""
+        a, b, c = (
+            array("f", [f + floor for f in counter])
+            for counter, floor in zip(counters, self.constants.floor, strict=True)
+        )
+        q = array("f", map(mul, b, c))
+        return array("f", map(mul, array("f", map(mul, a, q)), q))
 
-def replay_decayed(visits: Iterable[Visit], num_slots: int, half_life_visits: float) -> Replay:
-    """Keeps the experts of highest decayed frequency: a use counts half after ``half_life_visits``.
-
-    An expert that is not resident is admitted only if it outranks the lowest that is. Infinity for
-    the half-life is plain frequency.
-    """
-    growth = 2.0 ** (1.0 / half_life_visits)  # new uses weigh more, instead of old ones less
-    weight, scores = 1.0, dict[int, float]()
-    resident: set[int] = set()
-    lowest: list[tuple[float, int]] = []  # of what is resident; a score may have risen since
-    lookups = hits = 0
-    for visit in visits:
-        lookups += len(visit)
-        hits += sum(key in resident for key in visit)
-        for key in visit:
-            scores[key] = scores.get(key, 0.0) + weight
-        for key in visit if num_slots else ():
-            if key in resident:
+    def _victim(self) -> tuple[float, int] | None:
+        """The cheapest unit to lose at this layer's turn, with its value at this turn."""
+        if self._ranking is None:
+            self._ranking = self._rank()
+        shape, turn = self.shape, self.constants.turn
+        values, slots, used = self._values, self._slots, self._used
+        units: list[int] = []
+        exact: list[float] = []
+        passed = 0
+        for unit in self._ranking:
+            expert = shape.expert_of(unit)
+            if expert in used or unit not in slots:
+                passed += not units  # nothing before the first live unit comes back in this step
                 continue
-            if len(resident) >= num_slots:
-                while lowest[0][0] != scores[lowest[0][1]]:
-                    stale = lowest[0][1]
-                    heapreplace(lowest, (scores[stale], stale))
-                if scores[key] <= lowest[0][0]:
-                    continue
-                resident.remove(heappop(lowest)[1])
-            resident.add(key)
-            heappush(lowest, (scores[key], key))
-        weight *= growth
-        if weight > LARGEST_WEIGHT:
-            scores = {key: score / weight for key, score in scores.items()}
-            lowest = [(scores[key], key) for key in resident]
-            heapify(lowest)
-            weight = 1.0
-    return Replay(lookups, hits)
+            distance = (expert // shape.num_experts - self._layer - 1) % shape.num_layers
+            units.append(unit)
+            exact.append(values[expert] * turn[distance])
+            if len(units) == self.constants.window:
+                break
+        del self._ranking[:passed]
+        if not units:
+            return None
+        worths = array("f", exact)
+        worth = min(worths)
+        return worth, units[worths.index(worth)]
+
+    def _rank(self) -> list[int]:
+        """Units in slots by value, those of experts already used in this step left out: they are
+        not victims, and the others' values are still those of the step's begin."""
+        values, per, used = self._values, self.shape.num_slices, self._used
+        live = [(values[u // per], u) for u in self._slots if u // per not in used]
+        live.sort()
+        return [unit for _, unit in live]
 
 
-def _next_uses(visits: Sequence[Visit]) -> list[list[int]]:
-    """For each visit and key, the index of the next visit that asks for the key."""
-    after: dict[int, int] = {}
-    found: list[list[int]] = []
-    for at in range(len(visits) - 1, -1, -1):
-        found.append([after.get(key, NEVER) for key in visits[at]])
-        for key in visits[at]:
-            after[key] = at
-    found.reverse()
-    return found
+def _swap(slots: dict[int, None], unit: int, victim: int | None, shape: CacheShape) -> None:
+    if victim is not None:
+        del slots[victim]
+    if unit in slots or len(slots) >= shape.num_slots:
+        raise ValueError(f"no place for unit {unit}: {len(slots)} of {shape.num_slots} slots used")
+    slots[unit] = None
 
 
-def replay_belady(visits: Sequence[Visit], num_slots: int) -> Replay:
-    """The most hits that any policy can have with ``num_slots``, knowing the future."""
-    next_use: dict[int, int] = {}  # of what is resident
-    farthest: list[tuple[int, int]] = []  # (-next use, key); entries of the past are skipped
-    lookups = hits = 0
-    for visit, uses in zip(visits, _next_uses(visits), strict=True):
-        lookups += len(visit)
-        for key, use in zip(visit, uses, strict=True):
-            hits += key in next_use
-            next_use[key] = use
-            heappush(farthest, (-use, key))
-        while len(next_use) > num_slots:
-            use, key = heappop(farthest)
-            if next_use.get(key) == -use:
-                del next_use[key]
-    return Replay(lookups, hits)
+def top_units(policy: CachePolicy, count: int, *, missing: bool) -> list[int]:
+    """The most valuable units that are not in slots, or the least valuable that are."""
+    resident = set(policy.residents())
+    shape = policy.shape
+    if not missing:
+        return nsmallest(count, resident, key=lambda u: (policy.value(shape.expert_of(u)), u))
+    outside = (u for u in range(shape.num_all * shape.num_slices) if u not in resident)
+    return nsmallest(count, outside, key=lambda u: (-policy.value(shape.expert_of(u)), u))

@@ -137,6 +137,21 @@ def total(works: Iterable[Work]) -> Work:
     return result
 
 
+def on_cpu(work: Work) -> Work:
+    """``work`` of a machine without a GPU: what the GPU would do falls to the CPU, its bytes to DRAM.
+
+    Nothing crosses the link there. FLOPs keep no dtype: kernels on a CPU multiply in float32.
+    """
+    return Work(
+        cpu_flops={"f32": work.flops},
+        dram_nbytes=work.hbm_nbytes + work.dram_nbytes,
+        link_nbytes=work.link_nbytes,
+        disk_nbytes=work.disk_nbytes,
+        host_s=work.host_s,
+        launches=work.launches,
+    )
+
+
 @dataclass(frozen=True)
 class Priced:
     """What work costs on a machine.
@@ -190,34 +205,36 @@ def _seconds(work: Work, machine: MachineProfile) -> dict[str, float]:
     """Seconds by resource, each alone."""
     seconds = {
         "tensor": sum(
-            n / _per_second(machine, f"gpu_flops_{dtype}")
+            n / rate_of(machine, f"gpu_flops_{dtype}")
             for dtype, n in work.tensor_flops.items()
             if n
         ),
         "cpu": sum(
-            n / _per_second(machine, f"cpu_flops_{dtype}")
-            for dtype, n in work.cpu_flops.items()
-            if n
+            n / rate_of(machine, f"cpu_flops_{dtype}") for dtype, n in work.cpu_flops.items() if n
         ),
         "host": work.host_s,
     }
     if work.vector_flops:
-        seconds["vector"] = work.vector_flops / _per_second(machine, "gpu_flops_f32")
+        seconds["vector"] = work.vector_flops / rate_of(machine, "gpu_flops_f32")
     if work.special_ops:
-        seconds["special"] = work.special_ops / _per_second(machine, "gpu_flops_special")
+        seconds["special"] = work.special_ops / rate_of(machine, "gpu_flops_special")
     for name, nbytes in work.bytes_by_resource().items():
         if nbytes:
-            seconds[name] = nbytes / _per_second(machine, BYTE_RATES[name])
+            seconds[name] = nbytes / rate_of(machine, BYTE_RATES[name])
     if work.launches:
         name = "kernel_launch" if machine.gpu is not None else "thread_wake"
-        seconds["launch"] = work.launches * _rate(machine, name)[0].value
+        seconds["launch"] = work.launches * rate_of(machine, name)
     return seconds
 
 
-def _per_second(machine: MachineProfile, name: str) -> float:
-    """Operations or bytes a second of the rate ``name``."""
+def rate_of(machine: MachineProfile, name: str) -> float:
+    """The rate ``name`` in operations or bytes a second, or in seconds a call.
+
+    Raises:
+        MachineError: the machine has neither it nor what can stand in for it.
+    """
     rate, factor = _rate(machine, name)
-    return rate.value * factor * 1e9
+    return rate.value if rate.unit == "s" else rate.value * factor * 1e9
 
 
 def _rate(machine: MachineProfile, name: str) -> tuple[Rate, float]:

@@ -13,6 +13,9 @@ import torch
 from headrace.core.errors import CheckpointError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
 
+# fp8's block scales belong to 128 rows at once.
+FP8_BLOCK_ROWS = 128
+
 
 @dataclass(frozen=True)
 class PackedTensor:
@@ -53,6 +56,21 @@ class PackedTensor:
         return PackedTensor(
             self.format, self.shape[1:], {k: t[index] for k, t in self.parts.items()}
         )
+
+    def row_range(self, start: int, stop: int) -> PackedTensor:
+        """The view of rows ``start`` to ``stop``; of fp8 in blocks, ``start`` is a multiple of 128."""
+        if start == 0 and stop == self.rows:
+            return self
+        parts: dict[str, torch.Tensor] = {}
+        for name, part in self.parts.items():
+            if name == "global_scale" or (name == "scale" and part.ndim < 2):
+                parts[name] = part
+            elif name == "scale":
+                first, last = start // FP8_BLOCK_ROWS, -(-stop // FP8_BLOCK_ROWS)
+                parts[name] = part[..., first:last, :]
+            else:
+                parts[name] = part[..., start:stop, :]
+        return PackedTensor(self.format, (*self.shape[:-2], stop - start, self.cols), parts)
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,16 @@ class Mixture:
         self._experts = experts
         self.on_routing: RoutingObserver | None = None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x (normalised) and residual: float32 [T, D] -> float32 [T, D]."""
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x (normalised) and residual: float32 [T, D] -> float32 [T, D].
+
+        valid: bool [T], False for rows that no expert is to be computed for; None: all of them.
+        """
         ids, weights = self._router(x)
+        if valid is not None:
+            ids = ids.masked_fill(~valid.unsqueeze(1), -1)
         if self.on_routing is not None:
             self.on_routing(self._layer, ids)
         return self._experts(self._index, x, ids, weights).add_(residual)

@@ -1,45 +1,22 @@
 """Where tensors live and work runs, behind one small interface.
 
-``HostDevice`` runs in order and its events are free; ``CudaDevice`` wraps torch's streams and
-events. Code above asks the device, never torch.cuda.
+``HostDevice`` runs in order and its events are free; ``CudaDevice`` wraps torch's streams, events and
+graphs. Code above asks the device, never torch.cuda.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
+import psutil
 import torch
 
-from headrace.core.errors import MachineError
+from headrace.machine.cuda_device import CudaDevice
+from headrace.machine.device_api import Device, DeviceMemory, Event, Graph, Outputs, Stream
 
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def record(self, stream: Stream | None = None) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class Stream(Protocol):
-    """A queue of work that runs in order."""
-
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class Device(Protocol):
-    """A place to compute."""
-
-    name: str
-    torch_device: torch.device
-    backends: Sequence[str]  # op back-ends, best first
-
-    def stream(self) -> Stream: ...
-    def event(self) -> Event: ...
-    def use(self, stream: Stream) -> AbstractContextManager[Any]: ...
-    def synchronize(self) -> None: ...
+__all__ = ["CudaDevice", "Device", "DeviceMemory", "Event", "Graph", "HostDevice", "Stream"]
 
 
 class _InOrder:
@@ -55,6 +32,23 @@ class _InOrder:
         return None
 
 
+class _Again:
+    """A graph of the host: the same work once more, into the same tensors."""
+
+    def __init__(self) -> None:
+        self._work: Callable[[], Outputs] | None = None
+        self._outputs: Outputs = ()
+
+    def capture(self, work: Callable[[], Outputs]) -> Outputs:
+        self._work, self._outputs = work, work()
+        return self._outputs
+
+    def replay(self) -> None:
+        if self._work is not None:
+            for kept, new in zip(self._outputs, self._work(), strict=True):
+                kept.copy_(new)
+
+
 class HostDevice:
     """The CPU: calls return when their work is done, so streams and events have nothing to do."""
 
@@ -68,36 +62,28 @@ class HostDevice:
     def event(self) -> Event:
         return _InOrder()
 
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+    def graph(self) -> Graph:
+        return _Again()
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def synchronize(self) -> None:
         return None
 
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-class CudaDevice:
-    """One CUDA GPU, through torch's streams and events."""
+    def memory(self) -> DeviceMemory:
+        seen, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+        return DeviceMemory(seen.total, seen.available, own, own)
 
-    backends: Sequence[str] = ("reference",)
+    def limit_memory(self, nbytes: int, free_before_nbytes: int | None = None) -> int:
+        """The host's plan is kept by allocating no more than it says; nothing enforces it here."""
+        return nbytes
 
-    def __init__(self, index: int = 0) -> None:
-        if not torch.cuda.is_available():
-            raise MachineError(
-                "no CUDA device: torch.cuda.is_available() is false",
-                hint="check the driver with nvidia-smi, and that torch is a CUDA build",
-            )
-        self.torch_device = torch.device("cuda", index)
-        self.name = torch.cuda.get_device_name(self.torch_device)
+    def release_cached(self) -> None:
+        return None
 
-    def stream(self) -> Stream:
-        return torch.cuda.Stream(self.torch_device)
-
-    def event(self) -> Event:
-        event: Any = torch.cuda.Event(enable_timing=True)  # its streams are torch's own class
-        return event
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
+    def is_lost(self, error: BaseException) -> bool:
+        return False

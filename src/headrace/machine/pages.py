@@ -53,7 +53,7 @@ class HostBlock:
 
     def release(self) -> None:
         """Give the pages back at once, whoever still holds a view."""
-        if not _advise(self.address, self.nbytes, _MADV_DONTNEED):
+        if not drop(self.address, self.nbytes):
             self.bytes = self.bytes[:0]  # then the memory goes with the last view
 
 
@@ -62,18 +62,29 @@ def address_of(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def touch_for_writing(array: npt.NDArray[np.uint8]) -> None:
+def touch_for_writing(address: int, nbytes: int) -> None:
     """Make the pages of a new block exist. Its bytes must still be zero, or be about to be written."""
-    if not _advise(*_pages(array), _MADV_POPULATE_WRITE):
-        array[::PAGE_NBYTES] = 0
+    if not _advise(*_whole_pages(address, nbytes), _MADV_POPULATE_WRITE):
+        bytes_at(address, nbytes)[::PAGE_NBYTES] = 0
 
 
-def touch_for_reading(array: npt.NDArray[np.uint8]) -> None:
+def touch_for_reading(address: int, nbytes: int) -> None:
     """Bring the pages of a mapped file into memory, the whole range asked for at once."""
-    address, nbytes = _pages(array)
-    _advise(address, nbytes, _MADV_WILLNEED)
-    if not _advise(address, nbytes, _MADV_POPULATE_READ):
-        array[::PAGE_NBYTES].max(initial=0)
+    pages = _whole_pages(address, nbytes)
+    _advise(*pages, _MADV_WILLNEED)
+    if not _advise(*pages, _MADV_POPULATE_READ):
+        bytes_at(address, nbytes)[::PAGE_NBYTES].max(initial=0)
+
+
+def drop(address: int, nbytes: int) -> bool:
+    """Give pages back: anonymous ones read as zeros after it, a file's unchanged ones come back."""
+    return _advise(address, nbytes, _MADV_DONTNEED)
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that somebody else keeps alive, as an array."""
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
 
 def huge_nbytes(block: HostBlock) -> int | None:
@@ -93,11 +104,10 @@ def huge_nbytes(block: HostBlock) -> int | None:
         return None
 
 
-def _pages(array: npt.NDArray[np.uint8]) -> tuple[int, int]:
-    """The whole pages that hold a contiguous array: address and bytes."""
-    address = address_of(array)
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """The whole pages that hold a range: address and bytes."""
     start = address // PAGE_NBYTES * PAGE_NBYTES
-    end = -(-(address + array.size) // PAGE_NBYTES) * PAGE_NBYTES
+    end = -(-(address + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
     return start, end - start
 
 

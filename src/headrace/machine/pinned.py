@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -108,8 +108,7 @@ def default_pinner() -> Pinner:
 
 
 def _cudart() -> Any:
-    cudart: Any = torch.cuda.cudart()  # pyright: ignore[reportUnknownVariableType]
-    return cudart
+    return cast(Any, torch.cuda.cudart())
 
 
 def _absorb_last_error() -> None:

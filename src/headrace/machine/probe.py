@@ -191,7 +191,7 @@ def read_cpu_model(root: Path) -> tuple[str, tuple[str, ...]]:
     return model, tuple(f for f in ISA_FLAGS if f in have)
 
 
-def _run(command: Sequence[str]) -> str | None:
+def run_command(command: Sequence[str]) -> str | None:
     """Standard output of a command, or None if it cannot be run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -203,7 +203,7 @@ def _run(command: Sequence[str]) -> str | None:
 def _model_elsewhere() -> tuple[str, tuple[str, ...]]:
     name = ""
     if platform.system() == "Darwin":
-        name = (_run(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip()
+        name = (run_command(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip()
     apple_silicon = platform.system() == "Darwin" and platform.machine() == "arm64"
     # Every Apple M chip has these (Arm v8.4 and later); other systems do not tell without asking
     # the CPU itself.
@@ -261,7 +261,7 @@ def is_wsl(root: Path) -> bool:
     return "microsoft" in (_read(root / "proc/sys/kernel/osrelease") or "").lower()
 
 
-def read_gpus(run: Callable[[Sequence[str]], str | None] = _run) -> tuple[GpuInfo, ...]:
+def read_gpus(run: Callable[[Sequence[str]], str | None] = run_command) -> tuple[GpuInfo, ...]:
     """Ask nvidia-smi; empty where there is none or it fails. Takes up to some seconds."""
     text = run(
         [

@@ -18,7 +18,8 @@ from msgspec import Meta
 from headrace.core.errors import ConfigError
 from headrace.core.record_json import record_from_json, record_to_json
 
-MACHINE_PROFILE_VERSION = 1
+# 2: best_threads, measured_at
+MACHINE_PROFILE_VERSION = 2
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -47,11 +48,17 @@ class Rate:
 
 @dataclass(frozen=True)
 class GpuProfile:
-    """The GPU. ``architecture`` is the vendor's name of the generation, such as sm_90."""
+    """The GPU. ``architecture`` is the vendor's name of the generation, such as sm_90.
+
+    ``multiprocessors``: units that a kernel's blocks are spread over, 0 if not known. ``unified``: its
+    memory is the host's, so that what lies there counts once.
+    """
 
     name: Text
     memory_nbytes: Count
     architecture: str = ""
+    multiprocessors: int = 0
+    unified: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,18 @@ class LinkProfile:
 class MachineProfile:
     """A machine: its parts and its rates by name.
 
-    Names in use: ``dram_read``, ``hbm_read``, ``pcie_h2d``, ``pcie_d2h`` (GB/s), each also with
-    ``_overlapped``; ``flops_<dtype>`` (GFLOP/s) with ``gpu_`` or ``cpu_`` before it;
-    ``kernel_launch``, ``graph_launch``, ``thread_wake`` (s). ``gpu`` and ``link`` are None on a
-    machine without a GPU.
+    Names in use, GB/s ones also with ``_overlapped`` (PCIe and host memory beside each other):
+
+    - ``dram_read`` with the best number of threads, ``dram_read_t<n>`` with n; ``hbm_read``
+    - ``pcie_h2d``, ``pcie_d2h``: copy engines; ``pcie_gather``: a kernel that reads pinned memory
+    - ``cpu_experts_<format>``: expert bytes that the CPU computes on with the best number of threads,
+      ``cpu_experts_<format>_t<n>`` with n
+    - ``gpu_flops_<dtype>``, ``cpu_flops_<dtype>`` (GFLOP/s)
+    - ``kernel_launch`` (one by one), ``graph_launch`` (a graph of one kernel), ``graph_kernel`` (each of
+      many in a graph), ``flag_round_trip`` (GPU to CPU thread and back), ``thread_wake`` (s)
+
+    ``best_threads``: for the CPU's part beside this GPU, None if not measured. ``measured_at``: UTC, ISO
+    8601, empty for catalogued machines. ``gpu`` and ``link`` are None on a machine without a GPU.
     """
 
     name: Text
@@ -88,6 +103,8 @@ class MachineProfile:
     gpu: GpuProfile | None = None
     link: LinkProfile | None = None
     rates: Mapping[str, Rate] = field(default_factory=dict[str, Rate])
+    best_threads: Count | None = None
+    measured_at: str = ""
     version: int = MACHINE_PROFILE_VERSION
 
     def to_json(self) -> str:
@@ -115,8 +132,15 @@ class MachineProfile:
             raise ConfigError(f"cannot read the machine profile {path}: {error.strerror}") from None
 
     def save(self, path: Path) -> None:
-        """Write the profile to a file, replacing one that is there."""
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write the profile to a file, replacing one that is there; readers see the old or the new."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    def gbps(self, name: str) -> float | None:
+        """A rate in GB/s; None if the profile does not have it."""
+        rate = self.rates.get(name)
+        return None if rate is None else rate.value
 
 
 def _check(profile: MachineProfile, source: str) -> None:

@@ -8,6 +8,7 @@ on, and never more than the CPU time that its container grants.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
@@ -37,13 +38,17 @@ def one_cpu_per_core(cpu: CpuInfo, *, performance_only: bool) -> tuple[int, ...]
     return tuple(sorted(first.values()))
 
 
-def choose_threads(cpu: CpuInfo, requested: int | None = None, *, reserve: int = 0) -> ThreadChoice:
+def choose_threads(
+    cpu: CpuInfo, requested: int | None = None, *, reserve: int = 0, measured: int | None = None
+) -> ThreadChoice:
     """Choose the worker threads.
 
     Args:
         cpu: the machine as probed.
         requested: what the user asked for; taken as it is, with a warning where it will hurt.
         reserve: cores to leave free (one for the host loop beside a GPU).
+        measured: the best number according to the machine's profile; it replaces the topology's, within
+            what affinity mask and quota allow now.
 
     Raises:
         ConfigError: ``requested`` is below 1.
@@ -64,6 +69,15 @@ def choose_threads(cpu: CpuInfo, requested: int | None = None, *, reserve: int =
     if cpu.quota_cpus is not None:
         threads = min(threads, max(1, math.floor(cpu.quota_cpus)))
         reasons.append(f"cgroup quota of {cpu.quota_cpus:g} CPUs")
+    if requested is None and measured is not None:
+        allowed = len(cpu.affinity) or 1
+        if cpu.quota_cpus is not None:
+            allowed = min(allowed, max(1, math.floor(cpu.quota_cpus)))
+        best = min(measured, allowed)
+        why = f"the machine profile's best is {measured}"
+        if best < measured:
+            why += f", {allowed} CPUs are allowed now"
+        return ThreadChoice(best, _with_siblings(cpu, chosen)[:best], why, warnings)
     if requested is None:
         return ThreadChoice(threads, chosen[:threads], ", ".join(reasons), warnings)
 
@@ -81,6 +95,34 @@ def choose_threads(cpu: CpuInfo, requested: int | None = None, *, reserve: int =
         )
     cpus = _with_siblings(cpu, chosen)[:requested]
     return ThreadChoice(requested, cpus, f"--threads {requested}", warnings)
+
+
+# Two counts whose rates differ by less are taken as equal: repeated measurements of one count on a
+# busy host differ by that much.
+SAME_RATE = 0.02
+
+
+def thread_candidates(cpu: CpuInfo, *, beside_gpu: bool) -> tuple[int, ...]:
+    """Counts worth measuring: the topology's, physical cores - 1, physical cores, logical CPUs - 1.
+
+    Physical and logical are those that affinity mask and quota allow.
+    """
+    start = choose_threads(cpu, reserve=1 if beside_gpu else 0).threads
+    physical = len(one_cpu_per_core(cpu, performance_only=False)) or 1
+    logical = len(cpu.affinity) or 1
+    most = logical if cpu.quota_cpus is None else max(1, math.floor(cpu.quota_cpus))
+    counts = {start, physical - 1, physical, logical - 1}
+    return tuple(sorted(n for n in counts if 1 <= n <= min(most, logical))) or (1,)
+
+
+def best_threads(gbps: Mapping[int, float]) -> int:
+    """The count with the highest rate; of nearly equal ones the smallest, which leaves others room.
+
+    Args:
+        gbps: threads -> rate. Beside a GPU: the CPU's and PCIe's together, measured at the same time.
+    """
+    top = max(gbps.values())
+    return min(n for n, rate in gbps.items() if rate >= top * (1 - SAME_RATE))
 
 
 def _with_siblings(cpu: CpuInfo, chosen: tuple[int, ...]) -> tuple[int, ...]:

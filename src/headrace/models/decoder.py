@@ -64,7 +64,10 @@ class DecoderLayer:
             x = self._attention(self._attention_norm(x), x, batch, cache)
         if batch.decode and self._dense_block is not None:
             return self._ops.dense_block(x, self._dense_block)
-        return self.feed_forward(self._feed_forward_norm(x), x)
+        normed = self._feed_forward_norm(x)
+        if isinstance(self.feed_forward, Mixture):
+            return self.feed_forward(normed, x, batch.valid)
+        return self.feed_forward(normed, x)
 
 
 class Decoder:

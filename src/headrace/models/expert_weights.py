@@ -61,15 +61,15 @@ class ExpertReader:
         shape = self._shapes[f"experts.{name}"]
         experts = range(shape[0])
         if self._source.has(f"{prefix}experts.0.{name}"):
-            return [self._source.packed(f"{prefix}experts.{e}.{name}", shape[1:]) for e in experts]
+            return self._source.matrices([f"{prefix}experts.{e}.{name}" for e in experts], shape[1:])
         stacked = self._stacked(f"{prefix}experts.{name}", shape)
         return [stacked.expert(e) for e in experts]
 
     def _stacked(self, name: str, shape: tuple[int, ...]) -> PackedTensor:
         raw = self._tensors.get(name)
         if raw is not None and self._transposed and raw.format in FLOAT_FORMATS:
-            return transpose_stacked(self._source.packed(name, (shape[0], shape[2], shape[1])))
-        return self._source.packed(name, shape)
+            return transpose_stacked(self._source.matrix(name, (shape[0], shape[2], shape[1])))
+        return self._source.matrix(name, shape)
 
     def _gate_up_bias(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shapes["experts.gate_bias"]

@@ -44,6 +44,7 @@ def load_model(
     device: Device,
     *,
     max_positions: int | None = None,
+    dense_format: str | None = None,
     executor_factory: ExecutorFactory | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Decoder:
@@ -54,6 +55,8 @@ def load_model(
         ops: the operations that the decoder calls.
         device: where the weights go; on the host they stay where they are mapped.
         max_positions: rows of the rotary table; the model's whole context if None.
+        dense_format: f32, f16 or bf16: matrices are converted to it once, those of experts too unless
+            there is an executor_factory; None leaves them as stored.
         executor_factory: takes the experts, left where they are mapped; None: they go to the device
             with everything else.
         progress: called with ("weights", fraction done) after every layer.
@@ -62,15 +65,15 @@ def load_model(
         CheckpointError: a weight is missing, has a wrong shape, or has no place in the model.
     """
     spec = _tied_as_stored(checkpoint)
-    source = WeightSource(checkpoint, device.torch_device)
+    source = WeightSource(checkpoint, device.torch_device, dense_format)
     positions = max_positions or spec.max_context
     shapes = core_shapes(spec)
-    embed = source.packed("embed", shapes["embed"])
+    embed = source.matrix("embed", shapes["embed"])
     if spec.tie_embeddings:
         source.skip("lm_head")  # some files carry the tied matrix twice
         lm_head = embed
     else:
-        lm_head = source.packed("lm_head", shapes["lm_head"])
+        lm_head = source.matrix("lm_head", shapes["lm_head"])
     divisors = None
     if source.has("rope_freqs"):
         divisors = source.small("rope_freqs", (spec.rope.dim // 2,)).cpu()
@@ -165,7 +168,7 @@ class _LayerBuilder:
         shapes = attention_shapes(spec)
 
         def matrix(name: str) -> PackedTensor:
-            return source.packed(prefix + name, shapes[name])
+            return source.matrix(prefix + name, shapes[name])
 
         def small(name: str) -> torch.Tensor | None:
             return source.small(prefix + name, shapes[name]) if name in shapes else None
@@ -202,7 +205,7 @@ class _LayerBuilder:
 
     def _dense(self, prefix: str) -> DenseFeedForward:
         gate, up, down = (
-            self._source.packed(prefix + name, shape)
+            self._source.matrix(prefix + name, shape)
             for name, shape in dense_shapes(self._spec).items()
         )
         post_norm = self._post_norm(prefix, "ffn_post_norm")

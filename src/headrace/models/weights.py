@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,32 @@ import torch
 
 from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.errors import CheckpointError
-from headrace.formats.base import PackedTensor, dequantize
+from headrace.formats.base import FP8_BLOCK_ROWS, PackedTensor, dequantize
 
 # NumPy carries two-byte floats as their bits.
 _TWO_BYTE_FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 FLOAT_FORMATS = frozenset({"f32", "f16", "bf16"})
+_DTYPES = {"f32": torch.float32, **_TWO_BYTE_FLOATS}
+
+# Weights that are unpacked at once: 2^24 floats are 64 MiB beside what they become.
+_CHUNK_ELEMENTS = 1 << 24
 
 
 class WeightSource:
-    """Hands out a checkpoint's tensors by canonical name and remembers which were taken."""
+    """Hands out a checkpoint's tensors by canonical name and remembers which were taken.
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+    Args:
+        device: where they go; on the host they stay where they are mapped.
+        dense_format: what ``matrix`` makes of every matrix, None to leave them as stored.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dense_format: str | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         self._device = device
+        self._dense_format = dense_format
         self._taken: set[str] = set()
 
     def on_host(self) -> WeightSource:
@@ -49,6 +62,19 @@ class WeightSource:
         raw = self._raw(name, shape)
         parts = {key: self._tensor(part, raw.format) for key, part in raw.parts.items()}
         return PackedTensor(raw.format, tuple(raw.shape), parts)
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> PackedTensor:
+        """``packed``, in the dense format if there is one."""
+        packed = self.packed(name, shape)
+        return packed if self._dense_format is None else to_dense(packed, self._dense_format)
+
+    def matrices(self, names: Sequence[str], shape: tuple[int, ...]) -> list[PackedTensor]:
+        """``matrix`` of each name; in a dense format, views of one tensor that holds them all."""
+        found = [self.matrix(name, shape) for name in names]
+        if self._dense_format is None:
+            return found
+        stacked = torch.stack([m.parts["data"] for m in found])
+        return [PackedTensor(m.format, m.shape, {"data": d}) for m, d in zip(found, stacked)]
 
     def small(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A small tensor (norm, bias, sinks, router) as float32.
@@ -144,6 +170,23 @@ def split_rows(stacked: PackedTensor, *, interleaved: bool) -> tuple[PackedTenso
             gate[name], up[name] = part[..., :half, :], part[..., half:, :]
     shape = (*stacked.shape[:-2], half, stacked.cols)
     return PackedTensor(stacked.format, shape, gate), PackedTensor(stacked.format, shape, up)
+
+
+def to_dense(packed: PackedTensor, name: str) -> PackedTensor:
+    """``packed`` in a format of plain floats, on its device; itself if it is in it already."""
+    if packed.format == name:
+        return packed
+    dtype = _DTYPES[name]
+    if packed.format in FLOAT_FORMATS:
+        return PackedTensor(name, packed.shape, {"data": packed.parts["data"].to(dtype)})
+    device = next(iter(packed.parts.values())).device
+    data = torch.empty(packed.shape, dtype=dtype, device=device)
+    elements = data[..., :1, :].numel()  # of a row of every expert
+    step = max(_CHUNK_ELEMENTS // elements // FP8_BLOCK_ROWS, 1) * FP8_BLOCK_ROWS
+    for start in range(0, packed.rows, step):
+        stop = min(start + step, packed.rows)
+        data[..., start:stop, :] = dequantize(packed.row_range(start, stop))
+    return PackedTensor(name, packed.shape, {"data": data})
 
 
 def transpose_stacked(stored: PackedTensor) -> PackedTensor:

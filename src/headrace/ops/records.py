@@ -111,6 +111,8 @@ class AttentionBatch:
     positions: int64 [T]
     slots: int64 [T], where each row's key goes: block * block_tokens + row in the block
     decode: every sequence has exactly one row
+    valid: bool [T], False for rows that pad a captured batch: their keys go to a block of nobody's,
+        and no expert is computed for them. None: every row counts.
     open: where the rows of pages that are not full lie, for caches whose pages are sealed
     """
 
@@ -120,6 +122,7 @@ class AttentionBatch:
     positions: torch.Tensor
     slots: torch.Tensor
     decode: bool
+    valid: torch.Tensor | None = None
     open: OpenBatch | None = None
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.errors import InternalError
+from headrace.core.errors import InternalError, MachineError
+from headrace.ops.expert_records import CpuExperts
 
 # The back-end packages, each with a module-level ``OPS: tuple[Op, ...]``, or ``available() -> str |
 # None`` that says why it cannot be used here.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("triton", "cpu", "reference")
 
 OP_NAMES = (
     "embed",
@@ -84,6 +85,18 @@ def unavailable_reason(backend: str) -> str | None:
     return check() if check is not None else None
 
 
+# What attention over sealed pages takes.
+SEALED = ("sealed_append", "sealed_attention_prefill", "sealed_attention_decode")
+
+
+def serves(backend: str, names: Sequence[str]) -> bool:
+    """Whether ``backend`` is usable here and has all of ``names``."""
+    if unavailable_reason(backend) is not None:
+        return False
+    have = {op.name for op in importlib.import_module(f"headrace.ops.{backend}").OPS}
+    return have.issuperset(names)
+
+
 def set_num_threads(count: int) -> None:
     """Give every back-end with threads of its own ``count`` of them, the calling one included."""
     for backend in BACKENDS:
@@ -91,6 +104,22 @@ def set_num_threads(count: int) -> None:
             module = importlib.import_module(f"headrace.ops.{backend}")
             if hasattr(module, "set_num_threads"):
                 module.set_num_threads(count)
+
+
+def cpu_experts() -> CpuExperts:
+    """What computes slices of experts on the CPU, now or as a service.
+
+    Raises:
+        MachineError: the C++ kernels are not there.
+    """
+    reason = unavailable_reason("cpu")
+    if reason is not None:
+        raise MachineError(
+            f"experts cannot be computed on the CPU: {reason}",
+            hint="install a C++ compiler and reinstall, or use --experts gpu",
+        )
+    module: Any = importlib.import_module("headrace.ops.cpu.expert_service")
+    return module
 
 
 def instruction_set(backend: str) -> str | None:

@@ -35,6 +35,8 @@ PROFILE = MachineProfile(
         "pcie_h2d_overlapped": Rate(51.3, "GB/s", "overlapped", "with 16 reading cores"),
         "kernel_launch": Rate(4e-6, "s", "alone", "empty kernel"),
     },
+    best_threads=7,
+    measured_at="2026-11-20T10:00:00+00:00",
 )
 STATS = StepStats(
     step=7,
@@ -97,7 +99,8 @@ def edited(path: str, value: Any) -> str:
         ("gpu/vram", 1, "$.gpu.vram"),
         ("gpu", None, "link is given"),
         ("origin", "guessed", "origin"),
-        ("version", 2, "version"),
+        ("version", 1, "version"),
+        ("best_threads", 0, "best_threads"),
         ("extra", 1, "$.extra"),
     ],
 )

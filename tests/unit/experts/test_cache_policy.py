@@ -1,133 +1,175 @@
-"""Cache replays against cases worked by hand and exhaustive search."""
+"""Policies by hand, and the value policy's float32 arithmetic against NumPy's."""
 
 from __future__ import annotations
 
-from fractions import Fraction
-from functools import cache
-from itertools import combinations
-from random import Random
-
+import numpy as np
 import pytest
 
 from headrace.experts.cache_policy import (
-    Replay,
-    best_static_set,
-    replay_belady,
-    replay_decayed,
-    replay_lru,
-    replay_static,
-    slots_for,
-    visits_of,
+    Admission,
+    CacheShape,
+    LruPolicy,
+    ValuePolicy,
+    top_units,
+    value_constants,
 )
 
 
-def test_visits_go_token_by_token_through_the_layers() -> None:
-    ids = [[[0, 2], [1, -1]], [[3, 0], [2, 2]]]  # 2 layers, 2 tokens, 4 experts
-    assert visits_of(ids, 4) == [(0, 2), (7, 4), (1,), (6,)]
-
-
-def test_slots_for_residency() -> None:
-    assert slots_for(0.152, 10, 64) == 97  # 97.28
-    assert slots_for(1.0, 8, 32) == 256
-
-
-def test_lru_by_hand() -> None:
-    # a b c a: with two slots c evicts a; a b a c a: every later a is there
-    assert replay_lru([(1,), (2,), (3,), (1,)], 2) == Replay(4, 0)
-    assert replay_lru([(1,), (2,), (1,), (3,), (1,)], 2) == Replay(5, 2)
-    # a visit is looked up before it changes anything: 1 is still there when (2, 1) comes
-    assert replay_lru([(1,), (2, 1)], 1) == Replay(3, 1)
-
-
-def test_a_cycle_one_longer_than_the_cache_defeats_lru_but_not_belady() -> None:
-    cycle = [(k % 4,) for k in range(40)]
-    assert replay_lru(cycle, 3).num_hits == 0
-    # with bypass, two of four stay: 3 slots keep 3 of the 4 keys for good, 27 of 36 later uses
-    assert replay_belady(cycle, 3).num_hits == 27
-    assert replay_static(cycle, best_static_set(cycle, 3)).num_hits == 30
-
-
-def test_static_takes_the_most_frequent() -> None:
-    visits = [(5, 1), (5, 2), (5, 1), (2,)]
-    assert best_static_set(visits, 2) == {5, 1}  # 1 and 2 tie: the smaller key
-    assert replay_static(visits, frozenset({5, 1})) == Replay(7, 5)
-
-
-def test_no_slots_and_no_visits() -> None:
-    assert replay_lru([(1,), (1,)], 0) == Replay(2, 0)
-    assert replay_belady([(1,), (1,)], 0) == Replay(2, 0)
-    assert replay_belady([], 3).hit_rate == 0.0
-
-
-def most_hits(visits: list[tuple[int, ...]], num_slots: int) -> int:
-    """Tries every content of the cache after every visit."""
-
-    @cache
-    def best(at: int, resident: frozenset[int]) -> int:
-        if at == len(visits):
-            return 0
-        hits = sum(k in resident for k in visits[at])
-        pool = sorted(resident | set(visits[at]))
-        size = min(num_slots, len(pool))
-        return hits + max(best(at + 1, frozenset(c)) for c in combinations(pool, size))
-
-    return best(0, frozenset())
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_belady_equals_exhaustive_search(seed: int) -> None:
-    rng = Random(seed)
-    keys = rng.randint(3, 6)
-    visits = [tuple(rng.sample(range(keys), rng.randint(1, 3))) for _ in range(9)]
-    slots = rng.randint(1, 4)
-    optimum = replay_belady(visits, slots)
-    assert optimum.num_hits == most_hits(visits, slots)
-    assert replay_lru(visits, slots).num_hits <= optimum.num_hits
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_lru_equals_a_list_of_last_uses(seed: int) -> None:
-    rng = Random(seed)
-    visits = [tuple(rng.sample(range(12), 3)) for _ in range(60)]
-    last: dict[int, int] = {}
-    clock = hits = 0
-    resident: set[int] = set()
+def fill(policy: LruPolicy | ValuePolicy, *visits: tuple[int, ...]) -> None:
+    """Steps of a one-layer model that offer every miss."""
     for visit in visits:
-        hits += len(resident & set(visit))
-        for key in visit:
-            clock += 1
-            last[key] = clock
-        resident |= set(visit)
-        resident = set(sorted(resident, key=lambda k: -last[k])[:5])
-    assert replay_lru(visits, 5) == Replay(180, hits)
+        policy.begin_step()
+        for unit in policy.look_up(visit).misses:
+            policy.admit(unit)
 
 
-def test_frequency_keeps_the_favourite_that_lru_loses() -> None:
-    # 1 is asked for every third time; in between come keys that are never seen again
-    visits = [(1,) if i % 3 == 0 else (100 + i,) for i in range(30)]
-    assert replay_lru(visits, 2).num_hits == 0
-    assert replay_decayed(visits, 2, float("inf")).num_hits == 9
+def test_lru_evicts_the_least_recent() -> None:
+    policy = LruPolicy(CacheShape(1, 8, 2))
+    fill(policy, (1,), (2,), (1,))
+    policy.begin_step()
+    assert policy.look_up((3, 1)).misses == (3,)
+    assert policy.admit(3) == Admission(3, 2)
+    assert set(policy.residents()) == {1, 3}
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_decayed_frequency_equals_exact_fractions(seed: int) -> None:
-    """A half-life of one visit: exact sums of powers of two, the lowest score found by a scan."""
-    rng = Random(seed)
-    visits = [tuple(rng.sample(range(10), 2)) for _ in range(400)]  # 2^400 passes the rescaling
-    scores: dict[int, Fraction] = {}
+def test_the_value_of_one_use_by_hand() -> None:
+    """After one use all counters are 1; floors are rate / (1 - 2^(-1 / half-life))."""
+    policy = ValuePolicy(CacheShape(1, 4, 1))
+    policy.begin_step()
+    policy.look_up((2,))
+    a = 1 + 0.02 / (1 - 2**-0.5)
+    b = 1 + 0.003 / (1 - 2 ** (-1 / 16))
+    c = 1 + 0.0005 / (1 - 2 ** (-1 / 512))
+    assert policy.counters(2) == (1.0, 1.0, 1.0)
+    assert policy.value(2) == pytest.approx(a * (b * c) ** 2, rel=1e-6)
+    policy.begin_step()
+    assert policy.counters(2) == pytest.approx([2**-0.5, 2 ** (-1 / 16), 2 ** (-1 / 512)], rel=1e-6)
+
+
+def test_a_newcomer_must_beat_its_victim() -> None:
+    policy = ValuePolicy(CacheShape(1, 8, 1))
+    fill(policy, (5,), (5,), (5,), (5,))
+    policy.begin_step()
+    assert policy.look_up((6,)).misses == (6,)
+    assert policy.admit(6) is None  # one use against four
+    assert set(policy.residents()) == {5}
+    fill(policy, (6,), (6,), (6,), (6,), (6,), (6,), (6,))
+    assert set(policy.residents()) == {6}
+
+
+def test_what_was_used_in_this_step_is_no_victim() -> None:
+    policy = ValuePolicy(CacheShape(2, 4, 1))
+    policy.begin_step()
+    policy.look_up((0,))
+    assert policy.admit(0) == Admission(0, None)
+    for _ in range(5):  # 4 and 5 of layer 1 gather more than 0 has, in the same steps
+        policy.begin_step()
+        policy.look_up((0,))
+        policy.look_up((4, 5))
+        assert policy.admit(4) is None
+        assert policy.admit(5) is None
+
+
+def test_among_equals_the_layer_whose_turn_has_passed_loses() -> None:
+    policy = ValuePolicy(CacheShape(3, 2, 3))
+    policy.begin_step()
+    for layer in range(3):
+        unit = 2 * layer
+        policy.look_up((unit,))
+        policy.admit(unit)
+    for _ in range(2):  # one of each layer, equally cold, and nothing used but 3 of layer 1
+        policy.begin_step()
+        policy.look_up((3,))
+    # at layer 1: layer 2 comes next, layer 0 then, layer 1 (unit 2) last
+    assert policy.admit(3) == Admission(3, 2)
+
+
+def test_slices_of_an_expert_share_its_value() -> None:
+    policy = ValuePolicy(CacheShape(1, 4, 3, num_slices=2))
+    policy.begin_step()
+    found = policy.look_up((1, 3))
+    assert found.misses == (2, 3, 6, 7)
+    assert [policy.admit(u) is not None for u in found.misses] == [True, True, True, False]
+    policy.begin_step()
+    assert policy.look_up((3, 1)).hits == (6, 2, 3)
+
+
+def test_promotion_puts_a_unit_in_place() -> None:
+    policy = ValuePolicy(CacheShape(1, 8, 2))
+    fill(policy, (1,), (2, 1), (3, 2, 1))
+    assert top_units(policy, 1, missing=True) == [3]
+    assert top_units(policy, 1, missing=False) == [2]
+    policy.replace(3, 2)
+    assert set(policy.residents()) == {1, 3}
+    with pytest.raises(ValueError, match="no place"):
+        policy.replace(4, None)
+    lru = LruPolicy(CacheShape(1, 8, 2))
+    fill(lru, (1,), (2,))
+    lru.replace(3, 1)
+    fill(lru, (4,))  # what was promoted, not used, goes first
+    assert set(lru.residents()) == {2, 4}
+
+
+def test_no_slots() -> None:
+    for policy in (LruPolicy(CacheShape(1, 4, 0)), ValuePolicy(CacheShape(1, 4, 0))):
+        policy.begin_step()
+        assert policy.look_up((1,)).misses == (1,)
+        assert policy.admit(1) is None
+    with pytest.raises(ValueError, match="no such cache"):
+        CacheShape(0, 4, 1)
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_the_value_policy_equals_a_naive_float32_model(num_slices: int) -> None:
+    """Every decision of 300 random steps, against whole-array float32 arithmetic of NumPy."""
+    layers, experts, slots = 5, 12, 17
+    rng = np.random.default_rng(7)
+    policy = ValuePolicy(CacheShape(layers, experts, slots, num_slices))
+    constants = value_constants(layers)
+    decay, floor, turn = (np.float32(v) for v in (constants.decay, constants.floor, constants.turn))
+    counters = np.zeros((3, layers * experts), np.float32)
     resident: set[int] = set()
-    hits = 0
-    for at, visit in enumerate(visits):
-        hits += len(resident & set(visit))
-        for key in visit:
-            scores[key] = scores.get(key, Fraction(0)) + Fraction(2) ** at
-        for key in visit:
-            low = min(resident, key=lambda k: (scores[k], k), default=None)
-            if key in resident:
-                continue
-            if len(resident) < 4:
-                resident.add(key)
-            elif low is not None and scores[key] > scores[low]:
-                resident.remove(low)
-                resident.add(key)
-    assert replay_decayed(visits, 4, 1.0) == Replay(800, hits)
+
+    def values() -> np.ndarray:
+        a, b, c = (counters[i] + floor[i] for i in range(3))
+        q = b * c
+        return (a * q) * q
+
+    weights = rng.gamma(0.7, size=(layers, experts)) + 0.01
+    for _ in range(300):
+        policy.begin_step()
+        counters *= decay[:, None]
+        start = values()
+        ranking = sorted(resident, key=lambda u: (start[u // num_slices], u))
+        used: set[int] = set()
+        for layer in range(layers):
+            chances = weights[layer] / weights[layer].sum()
+            chosen = layer * experts + rng.choice(experts, 3, replace=False, p=chances)
+            counters[:, chosen] += np.float32(1)
+            used |= set(chosen.tolist())
+            now = values()
+            units = [e * num_slices + s for e in chosen.tolist() for s in range(num_slices)]
+            missing = [u for u in units if u not in resident]
+            missing.sort(key=lambda u: (-now[u // num_slices], u))
+            found = policy.look_up(chosen.tolist())
+            assert set(found.hits) == set(units) & resident
+            assert list(found.misses) == missing
+            for unit in missing[: rng.integers(0, len(missing) + 1)]:
+                live = [u for u in ranking if u in resident and u // num_slices not in used]
+                keyed = [
+                    (now[u // num_slices] * turn[(u // num_slices // experts - layer - 1) % layers])
+                    for u in live[: constants.window]
+                ]
+                expected: Admission | None = None
+                if len(resident) < slots:
+                    expected = Admission(unit, None)
+                elif keyed:
+                    at = int(np.argmin(keyed))
+                    if now[unit // num_slices] * np.float32(constants.admission) > keyed[at]:
+                        expected = Admission(unit, live[at])
+                assert policy.admit(unit) == expected
+                if expected is not None:
+                    resident.discard(-1 if expected.victim is None else expected.victim)
+                    resident.add(unit)
+        assert set(policy.residents()) == resident
+        assert [policy.value(e) for e in range(layers * experts)] == values().tolist()

@@ -12,7 +12,13 @@ import pytest
 from headrace.checkpoint.mapped import MappedFile
 from headrace.core.errors import DoesNotFitError
 from headrace.machine import pages
-from headrace.machine.pages import HostBlock, huge_nbytes, touch_for_reading, touch_for_writing
+from headrace.machine.pages import (
+    HostBlock,
+    address_of,
+    huge_nbytes,
+    touch_for_reading,
+    touch_for_writing,
+)
 
 MIB = 1 << 20
 
@@ -21,7 +27,7 @@ def test_a_block_is_aligned_and_zero() -> None:
     block = HostBlock(3 * MIB + 4096)
     assert block.address % (2 * MIB) == 0
     assert block.bytes.size == 3 * MIB + 4096
-    touch_for_writing(block.bytes)
+    touch_for_writing(block.address, block.nbytes)
     assert not block.bytes.any()
 
 
@@ -40,12 +46,12 @@ def test_release_gives_the_memory_back_although_views_live() -> None:
 def test_touching_keeps_what_was_written(tmp_path: Path) -> None:
     block = HostBlock(MIB)
     block.bytes[5000] = 7
-    touch_for_writing(block.bytes[8192:])
+    touch_for_writing(block.address + 8192, MIB - 8192)
     assert block.bytes[5000] == 7
     file = tmp_path / "file"
     file.write_bytes(bytes(range(256)) * 100)
     data = MappedFile(file).bytes
-    touch_for_reading(data[100:])
+    touch_for_reading(address_of(data) + 100, 20000)
     assert bytes(data[:256]) == bytes(range(256))
 
 
@@ -53,8 +59,8 @@ def test_without_advice_pages_are_touched_by_hand(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pages, "_advise", lambda *args: False)
     block = HostBlock(MIB)
     assert not block.huge
-    touch_for_writing(block.bytes)
-    touch_for_reading(block.bytes)
+    touch_for_writing(block.address, block.nbytes)
+    touch_for_reading(block.address, block.nbytes)
     block.release()
     assert block.bytes.size == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.machine.probe import CpuInfo, probe_machine
-from headrace.machine.threads import choose_threads
+from headrace.machine.threads import best_threads, choose_threads, thread_candidates
 from tests.fixtures.fake_host import FakeCore, smt_cores, write, write_topology
 
 
@@ -90,3 +90,42 @@ def test_a_request_is_taken_as_it_is(tmp_path: Path) -> None:
     assert len(many.warnings) == 1
     with pytest.raises(ConfigError, match="at least 1"):
         choose_threads(cpu, 0)
+
+
+def test_candidates_are_the_topologys_and_its_neighbours(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(8))
+    cpu = cpu_of(tmp_path, range(16))
+    # beside a GPU 8 - 1; physical - 1, physical, logical - 1
+    assert thread_candidates(cpu, beside_gpu=True) == (7, 8, 15)
+    assert thread_candidates(cpu_of(tmp_path, (0,)), beside_gpu=True) == (1,)
+
+
+def test_b133_candidates_stay_within_the_quota(tmp_path: Path) -> None:
+    write_topology(tmp_path, [FakeCore((i,)) for i in range(16)])
+    write(tmp_path / "proc/self/cgroup", "0::/")
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "765000 100000")
+    assert thread_candidates(cpu_of(tmp_path, range(16)), beside_gpu=False) == (7,)
+
+
+def test_b134_candidates_of_a_hybrid_cpu(tmp_path: Path) -> None:
+    cores = [FakeCore((i,)) for i in range(8)]
+    cores += [FakeCore((i,), efficient=True) for i in range(8, 20)]
+    write_topology(tmp_path, cores)
+    assert thread_candidates(cpu_of(tmp_path, range(20)), beside_gpu=False) == (8, 19, 20)
+
+
+def test_the_best_count_is_the_fastest_and_the_smallest_of_equals() -> None:
+    # one thread more than the host loop leaves halves everything
+    assert best_threads({14: 118.0, 15: 129.0, 16: 60.0}) == 15
+    assert best_threads({8: 79.0, 15: 80.0}) == 8
+
+
+def test_the_profiles_count_replaces_the_topologys(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(8))
+    choice = choose_threads(cpu_of(tmp_path, range(16)), measured=15)
+    assert (choice.threads, len(choice.cpus)) == (15, 15)
+    assert "profile's best is 15" in choice.reason
+    narrow = choose_threads(cpu_of(tmp_path, range(4)), measured=15)
+    assert narrow.threads == 4
+    assert "4 CPUs are allowed now" in narrow.reason
+    assert choose_threads(cpu_of(tmp_path, range(16)), 3, measured=15).threads == 3

@@ -54,9 +54,7 @@ def test_a_page_is_read_back_as_the_definition_says(first):
     """NumPy, element by element, float64: reference vector, groups of 8 + 8 channels, scales."""
     k, v = keys_and_values(32, 1, 32, seed=4)
     directions = random_directions(1, 4, 32)[0]
-    made = seal(
-        page(k), page(v), nvfp4=True, first=torch.tensor([first]), directions=directions
-    )
+    made = seal(page(k), page(v), nvfp4=True, first=torch.tensor([first]), directions=directions)
     keys = page(k)[0, 0].double().numpy()
     start = FIRST_TOKENS if first else 0
     mean = torch.tensor(keys[start:].mean(0)).float().bfloat16()
@@ -68,7 +66,8 @@ def test_a_page_is_read_back_as_the_definition_says(first):
     codes = np.concatenate((packed & 15, packed >> 4), 1)
     for t in range(32):
         if t < start:
-            assert not codes[t].any() and not step[t].any()
+            assert not codes[t].any()
+            assert not step[t].any()
             continue
         for channel in range(32):
             group = channel % 16 // 8
@@ -104,7 +103,12 @@ def test_bytes_depend_on_keys_and_values_only_not_on_chunks(kv_format, rank):
     tokens, generator = 150, np.random.default_rng(0)
     k, v = keys_and_values(tokens, 2, 32)
     seen = []
-    for cuts in ([tokens], [1] * tokens, [31, 2, 64, 53], list(generator.multinomial(tokens, [0.1] * 10))):
+    for cuts in (
+        [tokens],
+        [1] * tokens,
+        [31, 2, 64, 53],
+        list(generator.multinomial(tokens, [0.1] * 10)),
+    ):
         pool = SealedPool(kv_format, rank=rank)
         blocks = pool.blocks(tokens)
         start = 0
@@ -127,7 +131,9 @@ def test_a_row_sees_sealed_pages_before_its_own_and_bf16_in_its_own(kv_format, r
     """Against a softmax written out row by row, in chunks and alone."""
     tokens, heads = 110, 4
     k, v = keys_and_values(tokens, 2, 32)
-    q = torch.randn(tokens, heads, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(
+        tokens, heads, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     pool = SealedPool(kv_format, rank=rank)
     blocks = pool.blocks(tokens)
@@ -151,8 +157,12 @@ def test_a_row_sees_sealed_pages_before_its_own_and_bf16_in_its_own(kv_format, r
         low = 0 if window is None else max(0, row - window + 1)
         for head in range(heads):
             kv = head // 2
-            ks = np.concatenate((sealed_k[kv, min(low, page_start) : page_start], own_k[page_start : row + 1, kv]))
-            vs = np.concatenate((sealed_v[kv, min(low, page_start) : page_start], own_v[page_start : row + 1, kv]))
+            ks = np.concatenate(
+                (sealed_k[kv, min(low, page_start) : page_start], own_k[page_start : row + 1, kv])
+            )
+            vs = np.concatenate(
+                (sealed_v[kv, min(low, page_start) : page_start], own_v[page_start : row + 1, kv])
+            )
             skip = max(0, low - page_start)
             logits = ks[skip:] @ q[row, head].numpy() * 0.2
             top = max(logits.max(), float(sinks[head]))

@@ -47,7 +47,9 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     local_base = reader.number("rope_local_base_freq", default=_LOCAL_BASE, above=1.0)
     local = RopeSpec(theta=local_base, dim=head_dim)
     if local_config is not None:
-        local = read_rope(ConfigReader(local_config), head_dim, sizes["max_context"], theta=local_base)
+        local = read_rope(
+            ConfigReader(local_config), head_dim, sizes["max_context"], theta=local_base
+        )
     scalar = reader.number("query_pre_attn_scalar", default=float(head_dim))
     spec = ModelSpec(
         family="gemma3_text",

@@ -7,6 +7,8 @@ native code makes the same calls in the same order, so results are the same bits
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from headrace.core.errors import InternalError
@@ -70,9 +72,16 @@ def _slots(batch: AttentionBatch, rows: int) -> int:
 
 
 def attention_block(
-    x: torch.Tensor, block: AttentionBlock, cache: LayerKV, batch: AttentionBatch
+    x: torch.Tensor,
+    block: AttentionBlock,
+    cache: LayerKV,
+    batch: AttentionBatch,
+    seconds: array[float] | None = None,
 ) -> torch.Tensor:
-    """x + o(attention(norm(x))), keys and values appended first: float32 [T, D] -> same."""
+    """x + o(attention(norm(x))), keys and values appended first: float32 [T, D] -> same.
+
+    seconds: doubles, one for each of ``registry.BLOCKS["attention_block"]``, that grow by the parts' times.
+    """
     native = _attention(block)
     x = rows_of(x, block.norm.numel(), "x")
     kv = native_cache(cache)
@@ -94,6 +103,7 @@ def attention_block(
         tables,
         sequences,
         width,
+        _laps(seconds, 6),
     )
     if fault:
         raise InternalError(
@@ -103,8 +113,23 @@ def attention_block(
     return out
 
 
-def dense_block(x: torch.Tensor, block: DenseBlock) -> torch.Tensor:
-    """x + down(act(gate(norm(x)), up(norm(x)))): float32 [T, D] -> same."""
+def _laps(seconds: array[float] | None, parts: int) -> int:
+    """The address of ``parts`` doubles, or 0."""
+    if seconds is None:
+        return 0
+    where, length = seconds.buffer_info()
+    if length != parts or seconds.typecode != "d":
+        raise InternalError(f"seconds: {length} of {seconds.typecode}, expected {parts} doubles")
+    return where
+
+
+def dense_block(
+    x: torch.Tensor, block: DenseBlock, seconds: array[float] | None = None
+) -> torch.Tensor:
+    """x + down(act(gate(norm(x)), up(norm(x)))): float32 [T, D] -> same.
+
+    seconds: doubles, one for each of ``registry.BLOCKS["dense_block"]``, that grow by the parts' times.
+    """
     native = block.__dict__.get(_BLOCK)
     if native is None:
         gate, up, down = handle(block.gate), handle(block.up), handle(block.down)
@@ -125,5 +150,5 @@ def dense_block(x: torch.Tensor, block: DenseBlock) -> torch.Tensor:
         )
     x = rows_of(x, block.norm.numel(), "x")
     out = torch.empty_like(x)
-    _native.dense_block(native, x.data_ptr(), x.shape[0], out.data_ptr())
+    _native.dense_block(native, x.data_ptr(), x.shape[0], out.data_ptr(), _laps(seconds, 3))
     return out

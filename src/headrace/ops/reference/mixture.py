@@ -35,6 +35,18 @@ def router_topk(
     return ids.to(torch.int32), weights.masked_fill(bad, 0.0)
 
 
+def checked_ids(ids: torch.Tensor, num_experts: int) -> set[int]:
+    """The different ids of ``ids``, on the host.
+
+    Raises:
+        InternalError: one is neither -1 nor an expert's.
+    """
+    found = {int(i) for i in ids.flatten().cpu()}
+    if found and not -1 <= min(found) <= max(found) < num_experts:
+        raise InternalError(f"expert ids {min(found)} to {max(found)} of {num_experts} experts")
+    return found
+
+
 def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -50,13 +62,8 @@ def moe(
     Raises:
         InternalError: an id is neither -1 nor an expert's.
     """
-    num_experts = len(experts.gate)
-    if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_experts:
-        raise InternalError(
-            f"expert ids {int(ids.min())} to {int(ids.max())} of {num_experts} experts"
-        )
     out = torch.zeros_like(x)
-    for expert in sorted({int(i) for i in ids.flatten()} - {-1}):
+    for expert in sorted(checked_ids(ids, len(experts.gate)) - {-1}):
         row, place = torch.nonzero(ids == expert, as_tuple=True)
         y = _expert(x[row], expert, experts, act)
         out.index_add_(0, row, y * weights[row, place, None])

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from headrace.formats.base import PackedTensor, dequantize
+from headrace.formats.base import FP8_BLOCK_ROWS, PackedTensor, dequantize
 
 # Elements that are unpacked at once: 2^22 floats are 16 MiB, so that a vocabulary-sized matrix does
 # not need a float32 copy of itself.
 CHUNK_ELEMENTS = 1 << 22
-
-# fp8's block scales belong to 128 rows at once, so rows are cut at multiples of that.
-FP8_BLOCK_ROWS = 128
 
 _FLOATS = ("f32", "f16", "bf16")
 
@@ -25,28 +22,12 @@ def to_float(packed: PackedTensor) -> torch.Tensor:
     return dequantize(packed)
 
 
-def take_rows(packed: PackedTensor, start: int, stop: int) -> PackedTensor:
-    """Rows ``start`` to ``stop`` as views; for fp8's blocks ``start`` is a multiple of 128."""
-    if start == 0 and stop == packed.rows:
-        return packed
-    parts: dict[str, torch.Tensor] = {}
-    for name, part in packed.parts.items():
-        if name == "global_scale" or (name == "scale" and part.ndim < 2):
-            parts[name] = part
-        elif name == "scale":
-            first, last = start // FP8_BLOCK_ROWS, -(-stop // FP8_BLOCK_ROWS)
-            parts[name] = part[..., first:last, :]
-        else:
-            parts[name] = part[..., start:stop, :]
-    return PackedTensor(packed.format, (*packed.shape[:-2], stop - start, packed.cols), parts)
-
-
 def row_chunks(packed: PackedTensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield (start, stop, float32 [stop - start, cols]) over the rows of a matrix."""
     step = max(CHUNK_ELEMENTS // packed.cols // FP8_BLOCK_ROWS, 1) * FP8_BLOCK_ROWS
     for start in range(0, packed.rows, step):
         stop = min(start + step, packed.rows)
-        yield start, stop, to_float(take_rows(packed, start, stop))
+        yield start, stop, to_float(packed.row_range(start, stop))
 
 
 def gather_rows(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:

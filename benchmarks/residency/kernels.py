@@ -1,0 +1,350 @@
+"""The expert kernels one by one on a GPU: correctness at real sizes, GB/s, launch costs (bar 02.4).
+
+python -m benchmarks.residency.kernels --out kernels.json
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.residency import geometry as geo
+from headrace.experts.plan_oracle import decay_table
+from headrace.experts.request_block import request_block
+from headrace.experts.slab import SlabLayout
+from headrace.ops.records import Activation
+from headrace.ops.triton import expert_launch, expert_state
+
+ACT = Activation("swiglu_clamped")
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+@triton.jit
+def read_only(data, out, NUM, CHUNK: tl.constexpr):
+    acc = tl.zeros([CHUNK], tl.int32)
+    for start in range(tl.program_id(0) * CHUNK, NUM, tl.num_programs(0) * CHUNK):
+        at = start + tl.arange(0, CHUNK).to(tl.int64)
+        acc += tl.load(data + at, mask=at < NUM, other=0)
+    tl.store(out + tl.program_id(0), tl.sum(acc, 0))
+
+
+def timed(body: Callable[[], None], replays: int = 6) -> float:
+    """Seconds of one replay of ``body`` captured in a graph: the median."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    graph.replay()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) / 1e3)
+    return sorted(found)[len(found) // 2]
+
+
+class Bench:
+    def __init__(self, num_slots: int, lists: int, tokens: int = 1, has_cpu: bool = False) -> None:
+        self.layout = geo.layout()
+        self.sms = torch.cuda.get_device_properties(0).multi_processor_count
+        slices = self.layout.num_slices
+        where = request_block(
+            max_tokens=tokens, top_k=geo.TOP_K, num_experts=geo.EXPERTS, num_slices=slices,
+            hidden=geo.HIDDEN,
+        )  # fmt: skip
+        offsets = tuple(
+            a // 4 for a in (where.header, where.items, where.pair_token, where.pair_weight)
+        )
+        block = torch.zeros(where.nbytes // 4, dtype=torch.int32).pin_memory() if has_cpu else None
+        self.geometry = expert_state.PlanGeometry(
+            18, geo.EXPERTS, slices, num_slots, 12 * tokens, 32 * tokens, tokens, geo.TOP_K, offsets
+        )
+        device = torch.device("cuda")
+        self.state = expert_state.new_plan_state(self.geometry, decay_table(32.0), device, block)
+        nbytes = self.layout.slice_nbytes
+        self.arena = torch.empty(
+            (num_slots + 12 * tokens) * nbytes, dtype=torch.uint8, device=device
+        )
+        geo.fill_random(self.arena.view(-1, nbytes), self.layout, 1)
+        self.bases = torch.zeros(18, dtype=torch.int64, device=device)
+        self.request = expert_launch.RequestOffsets(
+            where.ack // 4, where.abort // 4, where.x // 4, where.out // 4
+        )
+        self.launcher = self.make(expert_launch.Tuning())
+        self.x = torch.randn(tokens, geo.HIDDEN, device=device)
+        # Lists of experts that rotate through the arena.
+        experts = num_slots // slices
+        self.lists = []
+        for n in range(lists):
+            entries = []
+            for place in range(geo.TOP_K):
+                expert = (n * geo.TOP_K + place) * 7 % experts
+                entries += [
+                    [expert * slices + s, expert * slices + s, place, 1] for s in range(slices)
+                ]
+            self.lists.append(torch.tensor(entries, dtype=torch.int32, device=device))
+        self.state.counts[0] = geo.TOP_K * slices
+        self.state.pair_weight.fill_(0.25)
+        self.state.pair_of.copy_(torch.arange(len(self.state.pair_of)))
+        self.state.on_gpu.fill_(7)
+
+    def make(self, tuning: expert_launch.Tuning) -> expert_launch.ExpertLauncher:
+        at = {part.name: part.offset for part in self.layout.parts}
+        slices = expert_launch.SliceGeometry(
+            "mxfp4", geo.HIDDEN, self.layout.width, self.layout.num_slices,
+            self.layout.slice_nbytes, True,
+            *(tuple(at[n + s] for s in ("", "_scales", "_bias")) for n in ("gate_up", "down")),
+        )  # fmt: skip
+        return expert_launch.ExpertLauncher(
+            slices, self.state, self.arena, self.bases, ACT, self.request, self.sms, tuning
+        )
+
+
+def matrix(layout: SlabLayout, piece: torch.Tensor, name: str) -> torch.Tensor:
+    part, scales = layout.part(name), layout.part(name + "_scales")
+    raw = piece[part.offset : part.offset + part.nbytes].view(part.rows, -1).long()
+    table = torch.tensor(E2M1, dtype=torch.float64, device=piece.device)
+    values = torch.stack([table[raw & 15], table[raw >> 4]], -1).reshape(part.rows, -1)
+    e = piece[scales.offset : scales.offset + scales.nbytes].view(scales.rows, -1).double()
+    return values * torch.exp2(e - 127).repeat_interleave(32, 1)
+
+
+def reference(bench: Bench, entries: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(geo.HIDDEN, dtype=torch.float64, device="cuda")
+    pieces = bench.arena.view(-1, bench.layout.slice_nbytes)
+    for slot, _, _, _ in entries.tolist():
+        piece = pieces[slot]
+
+        def bias(name: str, piece: torch.Tensor = piece) -> torch.Tensor:
+            part = bench.layout.part(name)
+            return piece[part.offset : part.offset + part.nbytes].view(torch.float32).double()
+
+        y = matrix(bench.layout, piece, "gate_up") @ bench.x[0].double() + bias("gate_up_bias")
+        gate, up = y[0::2].clamp(max=7.0), y[1::2].clamp(-7.0, 7.0)
+        h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        out += 0.25 * (matrix(bench.layout, piece, "down") @ h + bias("down_bias"))
+    return out
+
+
+def check(bench: Bench) -> dict[str, Any]:
+    launcher = bench.launcher
+    bench.state.hits[:12] = bench.lists[0]
+    launcher.partial.fill_(float("nan"))
+    launcher.prepare(bench.x)
+    launcher.hits(bench.x)
+    out = launcher.combine(1)[0].double()
+    want = reference(bench, bench.lists[0])
+    again = launcher.combine(1)[0].double()
+    error = float((out - want).abs().max() / want.abs().max())
+    return {
+        "error": error,
+        "l2": float((out - want).norm() / want.norm()),
+        "same_bits": bool((out == again).all()),
+    }
+
+
+def hbm(bench: Bench) -> float:
+    words = bench.arena.view(torch.int32)
+    out = torch.empty(bench.sms * 16, dtype=torch.int32, device="cuda")
+    best = 0.0
+    for chunk, per in ((2048, 8), (4096, 4), (4096, 8)):
+        seconds = timed(
+            lambda c=chunk, p=per: read_only[(bench.sms * p,)](
+                words, out, words.numel(), c, num_warps=8
+            )
+        )
+        best = max(best, bench.arena.numel() / seconds / 1e9)
+    return best
+
+
+def part_nbytes(layout: SlabLayout, name: str) -> int:
+    return sum(p.nbytes for p in layout.parts if p.name.startswith(name))
+
+
+VARIANTS = [
+    ("gate_up", {"gate_up_programs": p, "gate_up_warps": w, "gate_up_tile": t, "gate_up_registers": r})
+    for p, w, t, r in ((2, 8, 16, None), (3, 8, 16, 80), (1, 16, 32, None), (2, 4, 16, None), (4, 8, 16, None))
+] + [
+    ("down", {"down_programs": p, "down_warps": w, "down_tile": t, "down_registers": r})
+    for p, w, t, r in (
+        (5, 4, 16, None), (6, 4, 16, 80), (2, 8, 32, None), (4, 8, 16, None), (3, 8, 32, 80), (2, 4, 32, None), (10, 4, 16, None),
+    )
+]  # fmt: skip
+
+
+def matvec(bench: Bench, rate: float) -> list[dict[str, Any]]:
+    rows = []
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    for which, change in VARIANTS:
+        try:
+            launcher = bench.make(replace(expert_launch.Tuning(), **change))
+            launcher.prepare(bench.x)
+
+            def body(launcher: Any = launcher, which: str = which) -> None:
+                for entries in bench.lists:
+                    launcher.compute(bench.x, entries, 0, only=which)
+
+            seconds = timed(body) / len(bench.lists)
+            nbytes = geo.TOP_K * bench.layout.num_slices * part_nbytes(bench.layout, which)
+            row = {"kernel": which, **change, "us": seconds * 1e6, "gbps": nbytes / seconds / 1e9}
+            row["percent_of_read"] = 100 * row["gbps"] / rate
+            if which not in best or seconds < best[which][0]:
+                best[which] = (seconds, change)
+            rows.append(row)
+        except Exception as error:
+            rows.append({"kernel": which, **change, "error": repr(error)[:300]})
+        print(rows[-1], flush=True)
+    tuning = replace(expert_launch.Tuning(), **best["gate_up"][1], **best["down"][1])
+    bench.launcher = launcher = bench.make(tuning)
+    launcher.prepare(bench.x)
+
+    def both() -> None:
+        for entries in bench.lists:
+            launcher.compute(bench.x, entries, 0)
+
+    seconds = timed(both) / len(bench.lists)
+    nbytes = (
+        geo.TOP_K
+        * bench.layout.num_slices
+        * (part_nbytes(bench.layout, "gate_up") + part_nbytes(bench.layout, "down"))
+    )
+    rows.append({"kernel": "both", "us": seconds * 1e6, "gbps": nbytes / seconds / 1e9,
+                 "percent_of_read": 100 * nbytes / seconds / 1e9 / rate, "tuning": repr(tuning)})  # fmt: skip
+    print(rows[-1], flush=True)
+    return rows
+
+
+def gather(bench: Bench) -> list[dict[str, Any]]:
+    nbytes = bench.layout.slice_nbytes
+    count = 280
+    host = torch.empty(count * nbytes, dtype=torch.uint8, pin_memory=True)
+    host.view(torch.int64).copy_(bench.arena.view(torch.int64)[: host.numel() // 8])
+    bench.bases.fill_(host.data_ptr())
+    rows = []
+    slots = bench.geometry.num_slots
+    lists = []
+    for n in range(30):
+        entries = [[slots + f, (n * 12 + f) * 11 % count, 0, 1] for f in range(12)]
+        lists.append(torch.tensor(entries, dtype=torch.int32, device="cuda"))
+    bench.state.counts[1] = 12
+    target = bench.arena[slots * nbytes : slots * nbytes + (1 << 28)]
+    for grid, words, warps in (
+        (16, 2048, 8),
+        (24, 2048, 8),
+        (32, 2048, 8),
+        (48, 2048, 8),
+        (24, 1024, 4),
+        (24, 4096, 8),
+        (64, 1024, 4),
+        (12, 4096, 8),
+    ):
+        launcher = bench.make(
+            replace(
+                expert_launch.Tuning(), gather_programs=grid, gather_words=words, gather_warps=warps
+            )
+        )
+
+        def body(launcher: Any = launcher) -> None:
+            for entries in lists:
+                launcher.gather(0, entries)
+
+        seconds = timed(body, 3) / len(lists)
+        rows.append(
+            {"programs": grid, "words": words, "warps": warps, "gbps": 12 * nbytes / seconds / 1e9}
+        )
+        print(rows[-1], flush=True)
+    pieces = bench.arena.view(-1, nbytes)
+    source = host.view(-1, nbytes)
+    rows.append(
+        {
+            "equal": all(
+                bool((pieces[s].cpu() == source[i]).all()) for s, i, _, _ in lists[-1].tolist()
+            )
+        }
+    )
+    size = min(target.numel(), host.numel())
+    seconds = timed(lambda: target[:size].copy_(host[:size], non_blocking=True), 3)
+    rows.append({"copy_engine_gbps": size / seconds / 1e9})
+    print(rows[-2:], flush=True)
+    bench.state.counts[1] = 0
+    return rows
+
+
+def launches(rate: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for tokens in (1, 4, 16):
+        bench = Bench(1000, 1, tokens, has_cpu=True)
+        ids = torch.stack(
+            [torch.randperm(geo.EXPERTS, device="cuda")[: geo.TOP_K] for _ in range(tokens)]
+        ).int()
+        weights = torch.rand(tokens, geo.TOP_K, device="cuda")
+        bench.state.counts.zero_()
+        reps = 20
+
+        def many(one: Callable[[], Any], reps: int = reps) -> float:
+            def body() -> None:
+                for _ in range(reps):
+                    one()
+
+            return timed(body) / reps * 1e6
+
+        launcher = bench.launcher
+        found[f"prepare_us_T{tokens}"] = many(lambda: launcher.prepare(bench.x))
+        found[f"await_none_us_T{tokens}"] = many(launcher.await_cpu)
+        found[f"combine_us_T{tokens}"] = many(lambda: launcher.combine(tokens))
+        found[f"hits_none_us_T{tokens}"] = many(lambda: launcher.hits(bench.x))
+        found[f"gather_none_us_T{tokens}"] = many(lambda: launcher.gather(0))
+        for q in (0, 3):
+            bench.state.split.copy_(torch.arange(len(bench.state.split)).clamp(max=q))
+            found[f"plan_us_T{tokens}_q{q}"] = many(
+                lambda: expert_state.plan_layer(bench.state, 3, ids, weights)
+            )
+        found[f"start_step_us_1000_T{tokens}"] = many(lambda: expert_state.start_step(bench.state))
+        print(found, flush=True)
+        del bench, launcher
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    options = geo.parser(__doc__).parse_args()
+    begin = time.perf_counter()
+    bench = Bench(num_slots=360, lists=24)
+    figures: dict[str, Any] = {}
+    rate = 4000.0
+    steps: list[tuple[str, Callable[[], Any]]] = [
+        ("check", lambda: check(bench)),
+        ("read_only_gbps", lambda: hbm(bench)),
+        ("matvec", lambda: matvec(bench, figures.get("read_only_gbps", rate))),
+        ("check_tuned", lambda: check(bench)),
+        ("gather", lambda: gather(bench)),
+        ("launches", lambda: launches(rate)),
+    ]
+    for name, step in steps:
+        try:
+            figures[name] = step()
+        except Exception:
+            figures[name] = traceback.format_exc()[-1500:]
+        print(
+            name,
+            figures[name] if name != "matvec" else "",
+            f"{time.perf_counter() - begin:.1f} s",
+            flush=True,
+        )
+    geo.report("residency/kernels", figures, options.out)
+
+
+if __name__ == "__main__":
+    main()

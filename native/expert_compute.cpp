@@ -1,0 +1,243 @@
+#include "expert_compute.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "dispatch.h"
+#include "linear.h"
+
+namespace headrace {
+namespace {
+
+constexpr int64_t kUnitColumns = 4;  // columns of the intermediate dimension that stay together
+constexpr int64_t kHiddenUnit = 16;  // rows of down: a cache line of `out`
+constexpr int64_t kStripRows = 64;    // rows computed before their results are used: one block of columns
+constexpr int64_t kStripTokens = 32;
+// Up to so many tokens of one expert cost no more than one, since reading its rows takes as long (a row
+// of MXFP4: 10 ns a cache line at 6.5 GB/s a core, 3 ns of arithmetic and 1.6 more for each further token).
+constexpr int64_t kFreeTokens = 5;
+constexpr int64_t kTermAlignment = 64;
+
+int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate act, const ExpertSizes& sizes, int threads)
+    : layout_(layout), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
+      x_has_terms_(has_terms(layout.format)), act_has_terms_(has_terms(layout.down_format)),
+      factors_(layout.gate_up_factors.offset >= 0), x_groups_(term_groups(layout.hidden)), act_groups_(term_groups(layout.width)),
+      units_((layout.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout.width + kTermBlock - 1) / kTermBlock) {
+  const int64_t rows = sizes.pairs * layout.num_slices;
+  items_.reserve(static_cast<size_t>(sizes.items));
+  between_.resize(static_cast<size_t>(rows * layout.width));
+  if (x_has_terms_ || act_has_terms_) {
+    done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
+    const int64_t x_groups = x_has_terms_ ? sizes.tokens * x_groups_ : 0;
+    const int64_t groups = x_groups + (act_has_terms_ ? rows * act_groups_ : 0);
+    term_memory_.resize(static_cast<size_t>(groups) * sizeof(TermGroup) + kTermAlignment);  // zero, and padding stays so
+    const auto address = reinterpret_cast<uintptr_t>(term_memory_.data());
+    x_terms_ = reinterpret_cast<TermGroup*>(up(static_cast<int64_t>(address), kTermAlignment));
+    act_terms_ = x_terms_ + x_groups;
+  }
+  // results of a tile, gate and up of 32 columns, four expanded rows
+  scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout.hidden, layout.width)), 16);
+  scratch_.resize(static_cast<size_t>(threads * scratch_each_));
+}
+
+int64_t ExpertCompute::expanded_at() const { return kStripTokens * kStripRows + 2 * kTermBlock; }
+
+ExpertFault ExpertCompute::check(const ExpertRequest& r) const {
+  if (r.tokens < 1 || r.tokens > sizes_.tokens) return ExpertFault::tokens;
+  if (r.items < 0 || r.items > sizes_.items) return ExpertFault::items;
+  if (r.pairs < 0 || r.pairs > sizes_.pairs) return ExpertFault::pairs;
+  for (int64_t p = 0; p < r.pairs; ++p)
+    if (r.pair_token[p] < 0 || r.pair_token[p] >= r.tokens) return ExpertFault::token;
+  int64_t before = -1, rows = 0;
+  for (int64_t i = 0; i < r.items; ++i) {
+    const int32_t* item = r.item + 4 * i;
+    if (item[0] < 0 || item[0] >= num_experts_) return ExpertFault::expert;
+    if (item[1] < 0 || item[1] >= layout_.num_slices) return ExpertFault::slice;
+    const int64_t key = item[0] * layout_.num_slices + item[1];
+    if (key <= before) return ExpertFault::order;
+    before = key;
+    if (item[2] < 0 || item[3] < 0 || static_cast<int64_t>(item[2]) + item[3] > r.pairs) return ExpertFault::range;
+    for (int32_t p = item[2] + 1; p < item[2] + item[3]; ++p)
+      if (r.pair_token[p] <= r.pair_token[p - 1]) return ExpertFault::order;
+    rows += item[3];
+  }
+  return rows > sizes_.pairs * layout_.num_slices ? ExpertFault::too_many : ExpertFault::none;
+}
+
+ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
+  if (const ExpertFault fault = check(r); fault != ExpertFault::none) return fault;
+  request_ = r;
+  kernels_ = &kernels();
+  expert_kernels_ = &expert_kernels();
+  items_.clear();
+  total_cost_ = 0;
+  int64_t row = 0;
+  for (int64_t i = 0; i < r.items; ++i) {
+    const int32_t* item = r.item + 4 * i;
+    if (item[3] == 0) continue;  // nobody's: it adds nothing
+    const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
+    const int64_t cost = std::max<int64_t>(kFreeTokens, item[3]);
+    items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_});
+    row += item[3];
+    total_cost_ += cost * units_;
+  }
+  if (act_has_terms_)
+    for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
+      done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
+  return ExpertFault::none;
+}
+
+// The first column that is not of the workers before `worker`: by cost, in whole units.
+ExpertCompute::Cut ExpertCompute::cut(int worker) const {
+  const int64_t target = total_cost_ * worker / threads_;
+  const auto count = static_cast<int64_t>(items_.size());
+  int64_t i = count - 1;
+  while (i > 0 && items_[static_cast<size_t>(i)].cost_before > target) --i;
+  if (worker == threads_ || count == 0) return {count, 0};
+  const Item& item = items_[static_cast<size_t>(i)];
+  return {i, std::min(layout_.width, (target - item.cost_before) / item.cost * kUnitColumns)};
+}
+
+int64_t ExpertCompute::hidden_cut(int worker) const {
+  const int64_t units = (layout_.hidden + kHiddenUnit - 1) / kHiddenUnit;
+  return std::min(layout_.hidden, units * worker / threads_ * kHiddenUnit);
+}
+
+void ExpertCompute::quantise(int worker) {
+  const Cut from = cut(worker);
+  if (from.item < static_cast<int64_t>(items_.size())) {  // the first rows travel meanwhile
+    const Matrix& m = items_[static_cast<size_t>(from.item)].slice.gate_up;
+    const uint8_t* p = m.data + 2 * from.column * m.row_nbytes;
+    for (int64_t at = 0; at < reading_.near_nbytes; at += 64) __builtin_prefetch(p + at);
+  }
+  if (!x_has_terms_) return;
+  const int64_t blocks = layout_.hidden / kTermBlock, all = request_.tokens * blocks;
+  const int64_t end = all * (worker + 1) / threads_;
+  for (int64_t i = all * worker / threads_; i < end; ++i) {
+    const int64_t token = i / blocks, b = i % blocks;
+    expert_kernels_->quantise(request_.x + token * layout_.hidden + b * kTermBlock, 
+                              x_terms_[token * x_groups_ + b / kTermBlocks], static_cast<int>(b % kTermBlocks));
+  }
+}
+
+// Rows [row0, row0 + rows) of `m` times pairs [pair0, pair0 + pairs) of the item: out[j * kStripRows + row].
+void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs,
+                            bool gate_up, float* out, const Ahead& ahead, int worker) {
+  float* to[kStripTokens];
+  for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
+  const int32_t* token = request_.pair_token + item.first + pair0;
+  if (gate_up ? x_has_terms_ : act_has_terms_) {
+    const TermGroup* x[kStripTokens];
+    for (int64_t j = 0; j < pairs; ++j) x[j] = gate_up ? x_terms(token[j]) : act_terms(item.row + pair0 + j);
+    expert_kernels_->dot(m, row0, rows, x, pairs, to, ahead, reading_);
+    return;
+  }
+  const float* x[kStripTokens];
+  for (int64_t j = 0; j < pairs; ++j)
+    x[j] = gate_up ? request_.x + token[j] * layout_.hidden : &between_[static_cast<size_t>((item.row + pair0 + j) * layout_.width)];
+  float* expanded = scratch(worker) + expanded_at();
+  tile_product(*kernels_, m, row0, rows, x, pairs, to, expanded);
+}
+
+// Bias, activation: `rows` holds gate and up of n columns from c0 on, in turn or, with factors, apart.
+void ExpertCompute::finish(const Item& item, int64_t pair, int64_t c0, int64_t n, const float* rows, int worker) {
+  float *gate = scratch(worker) + kStripTokens * kStripRows, *up = gate + kTermBlock;
+  const float* bias = item.slice.gate_up_bias == nullptr ? nullptr : item.slice.gate_up_bias + 2 * c0;
+  const int64_t step = factors_ ? 1 : 2, apart = factors_ ? kTermBlock : 1;
+  for (int64_t i = 0; i < n; ++i) {
+    gate[i] = rows[step * i] + (bias == nullptr ? 0.0f : bias[2 * i]);
+    up[i] = rows[step * i + apart] + (bias == nullptr ? 0.0f : bias[2 * i + 1]);
+  }
+  float* to = &between_[static_cast<size_t>((item.row + pair) * layout_.width + c0)];
+  kernels_->activate(gate, up, n, act_.kind, act_.alpha, act_.limit, to);
+}
+
+// Whoever completes a block of columns quantises it for all of the item's tokens.
+void ExpertCompute::complete(int64_t index, int64_t c0, int64_t c1) {
+  const Item& item = items_[static_cast<size_t>(index)];
+  const int64_t b = c0 / kTermBlock;
+  const auto n = static_cast<int32_t>(c1 - c0);
+  if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n != kTermBlock) return;
+  for (int64_t j = 0; j < item.pairs; ++j)
+    expert_kernels_->quantise(&between_[static_cast<size_t>((item.row + j) * layout_.width + b * kTermBlock)], 
+                              act_terms(item.row + j)[b / kTermBlocks], static_cast<int>(b % kTermBlocks));
+}
+
+// Columns [c0, c1) of one block, of a stretch that this worker computes up to `last`.
+void ExpertCompute::columns(const Item& item, int64_t c0, int64_t c1, int64_t last, const uint8_t* next, int worker) {
+  for (int64_t j = 0; j < item.pairs; j += kStripTokens) {
+    const int64_t n = std::min(kStripTokens, item.pairs - j);
+    float* rows = scratch(worker);
+    if (factors_) {  // gate and up have their own
+      product(item.slice.gate, c0, c1 - c0, item, j, n, true, rows, {last - c0, nullptr}, worker);
+      product(item.slice.up, c0, c1 - c0, item, j, n, true, rows + kTermBlock, {last - c0, nullptr}, worker);
+    } else {
+      product(item.slice.gate_up, 2 * c0, 2 * (c1 - c0), item, j, n, true, rows, {2 * (last - c0), next}, worker);
+    }
+    for (int64_t t = 0; t < n; ++t) finish(item, j + t, c0, c1 - c0, rows + t * kStripRows, worker);
+  }
+}
+
+void ExpertCompute::gate_up(int worker) {
+  const Cut from = cut(worker), to = cut(worker + 1);
+  const auto count = static_cast<int64_t>(items_.size());
+  for (int64_t i = from.item; i < count && i <= to.item; ++i) {
+    const Item& item = items_[static_cast<size_t>(i)];
+    const int64_t first = i == from.item ? from.column : 0, last = i == to.item ? to.column : layout_.width;
+    const bool more = i < to.item && i + 1 < count && (i + 1 < to.item || to.column > 0);
+    const Matrix& down = items_[0].slice.down;
+    const uint8_t* next = more ? items_[static_cast<size_t>(i + 1)].slice.gate_up.data
+                               : down.data + hidden_cut(worker) * down.row_nbytes;
+    for (int64_t c0 = first; c0 < last;) {
+      const int64_t c1 = std::min(last, (c0 / kTermBlock + 1) * kTermBlock);
+      columns(item, c0, c1, last, next, worker);
+      if (act_has_terms_) complete(i, c0, c1);
+      c0 = c1;
+    }
+  }
+}
+
+void ExpertCompute::down(int worker) {
+  const int64_t h0 = hidden_cut(worker), h1 = hidden_cut(worker + 1);
+  const int64_t hidden = layout_.hidden;
+  for (int64_t t = 0; t < request_.tokens; ++t) std::fill(request_.out + t * hidden + h0, request_.out + t * hidden + h1, 0.0f);
+  float* rows = scratch(worker);
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    const Matrix& m = item.slice.down;
+    const uint8_t* next = i + 1 < items_.size() ? items_[i + 1].slice.down.data + h0 * m.row_nbytes : nullptr;
+    for (int64_t h = h0; h < h1; h += kStripRows) {
+      const int64_t n = std::min(kStripRows, h1 - h);
+      for (int64_t j = 0; j < item.pairs; j += kStripTokens) {
+        const int64_t pairs = std::min(kStripTokens, item.pairs - j);
+        product(m, h, n, item, j, pairs, false, rows, {h1 - h, next}, worker);
+        for (int64_t t = 0; t < pairs; ++t) {
+          float* y = rows + t * kStripRows;
+          if (item.slice.down_bias != nullptr)
+            for (int64_t r = 0; r < n; ++r) y[r] += item.slice.down_bias[h + r];
+          const int64_t p = item.first + j + t;
+          kernels_->axpy(request_.pair_weight[p], y, n, request_.out + request_.pair_token[p] * hidden + h);
+        }
+      }
+    }
+  }
+}
+
+float ExpertCompute::read(int worker) {
+  const int64_t lines = layout_.slice_nbytes / 64, all = lines * static_cast<int64_t>(items_.size());
+  int64_t at = all * worker / threads_;
+  const int64_t end = all * (worker + 1) / threads_;
+  float most = 0.0f;
+  while (at < end) {
+    const int64_t line = at % lines, n = std::min(lines - line, end - at);
+    most = std::max(most, kernels_->read(items_[static_cast<size_t>(at / lines)].address + 64 * line, 64 * n));
+    at += n;
+  }
+  return most;
+}
+
+}  // namespace headrace

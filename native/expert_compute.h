@@ -1,0 +1,109 @@
+// The work of one request to the CPU's experts: slices of experts for the tokens that use them.
+//
+//   plan       checks the request and cuts the work, on one thread
+//   quantise   activation rows into two int8 terms per block, once (MXFP4 only)
+//   gate_up    gate and up rows, activation; workers share the rows of all items
+//   down       down rows, weighted and summed; workers share the hidden dimension
+//
+// Every worker calls the three phases in order, with a barrier between two phases. Results depend neither
+// on the number of workers nor, token by token, on other tokens and items: a row is one sum in fixed order,
+// and a token's items are added in the order in which they stand (expert, slice).
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "expert_kernels.h"
+#include "expert_slab.h"
+#include "kernels.h"
+#include "ops.h"
+
+namespace headrace {
+
+// Why a request is refused; also what the service stores in `abort`. Numbered as
+// headrace/ops/cpu/expert_service.py has it.
+enum class ExpertFault : int32_t {
+  none = 0, host = 1, layer = 2, tokens = 3, items = 4, pairs = 5, expert = 6, slice = 7, order = 8, range = 9,
+  token = 10, too_many = 11, worker = 12, stalled = 13, stopped = 14
+};
+
+struct ExpertSizes {
+  int64_t tokens, items, pairs;  // most of one request
+};
+
+struct ExpertRequest {
+  const uint8_t* base;  // the layer's first slab
+  int64_t tokens, items, pairs;
+  const int32_t* item;  // [items, 4]: expert, slice, first pair, pairs; strictly ascending by (expert, slice)
+  const int32_t* pair_token;
+  const float* pair_weight;
+  const float* x;  // [tokens, hidden]
+  float* out;      // [tokens, hidden]
+};
+
+class ExpertCompute {
+ public:
+  ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate act, const ExpertSizes& sizes, int threads);
+
+  ExpertFault plan(const ExpertRequest& request);
+  void quantise(int worker);
+  void gate_up(int worker);
+  void down(int worker);
+  // Instead of the phases: reads all bytes of the items, as a yardstick.
+  float read(int worker);
+
+  int threads() const { return threads_; }
+  int64_t nbytes() const { return static_cast<int64_t>(items_.size()) * layout_.slice_nbytes; }
+  void set_reading(const Reading& r) { reading_ = r; }
+
+ private:
+  struct Item {
+    SliceView slice;
+    const uint8_t* address;
+    int64_t first, pairs;   // in pair_token and pair_weight
+    int64_t row;            // first row of its activations
+    int64_t cost;           // of one unit of its columns
+    int64_t cost_before;    // of all items before it
+  };
+  struct Cut {
+    int64_t item, column;
+  };
+
+  ExpertFault check(const ExpertRequest& r) const;
+  Cut cut(int worker) const;
+  int64_t hidden_cut(int worker) const;
+  void columns(const Item& item, int64_t c0, int64_t c1, int64_t last, const uint8_t* next, int worker);
+  void finish(const Item& item, int64_t pair, int64_t c0, int64_t n, const float* rows, int worker);
+  int64_t expanded_at() const;
+  void complete(int64_t item, int64_t c0, int64_t c1);
+  void product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs, bool gate_up,
+               float* out, const Ahead& ahead, int worker);
+  float* scratch(int worker) { return &scratch_[static_cast<size_t>(worker * scratch_each_)]; }
+  const TermGroup* x_terms(int64_t token) const { return x_terms_ + token * x_groups_; }
+  TermGroup* act_terms(int64_t row) { return act_terms_ + row * act_groups_; }
+
+  const SlabLayout layout_;
+  const int64_t num_experts_;
+  const Gate act_;
+  const ExpertSizes sizes_;
+  const int threads_;
+  const bool x_has_terms_, act_has_terms_, factors_;
+  const int64_t x_groups_, act_groups_, units_, blocks_;
+  Reading reading_;
+
+  const Kernels* kernels_ = nullptr;
+  const ExpertKernels* expert_kernels_ = nullptr;
+  ExpertRequest request_{};
+  std::vector<Item> items_;
+  int64_t total_cost_ = 0;
+
+  std::vector<float> between_;  // [rows, width]: activations of every (item, pair)
+  std::unique_ptr<std::atomic<int32_t>[]> done_;  // [items, blocks]: columns of a block that are there
+  std::vector<uint8_t> term_memory_;
+  TermGroup *x_terms_ = nullptr, *act_terms_ = nullptr;
+  std::vector<float> scratch_;
+  int64_t scratch_each_ = 0;
+};
+
+}  // namespace headrace

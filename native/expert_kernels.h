@@ -1,0 +1,60 @@
+// Products of MXFP4 rows with activations of two int8 terms: the numerics of the CPU's experts.
+//
+// An activation row is cut into blocks of 32; each block becomes x = s (256 h + l) with s = max|x| / 32512,
+// so 15 bits and a sign, finer than bfloat16. The integer products with the codes (twice E2M1, and an offset
+// of 12 that makes them unsigned for vpdpbusd) are exact; lane 4b + q of sixteen sums weights 4q to 4q + 3 of
+// each nibble half of block b; blocks are added in ascending order by one fused multiply-add per lane, and
+// lanes in the tree of kernels.h. So every instruction set, number of rows and number of tokens gives the
+// same bits. Scale byte 0 counts as zero (2^-127), 255 (NaN) as infinity.
+#pragma once
+#include <cstdint>
+
+#include "matrix.h"
+
+namespace headrace {
+
+// 128 activations as terms: byte 16 b + j of half 0 is activation 2j of block b and goes with the low nibble
+// of byte j of its codes, of half 1 activation 2j + 1 and the high one. Blocks past the row's end are zero.
+struct alignas(64) TermGroup {
+  int8_t high[2][64];
+  int8_t low[2][64];
+  int32_t offset[16];  // -12 * (256 h + l), summed as the lane sums
+  float scale[16];     // s / 2 of the lane's block
+};
+
+constexpr int64_t kTermBlock = 32;
+constexpr int64_t kTermBlocks = 4;  // of a group
+
+inline int64_t term_groups(int64_t cols) { return (cols + 127) / 128; }
+inline bool has_terms(Format f) { return f == Format::mxfp4; }
+
+// What a thread reads after the rows at hand, so that its first bytes travel in time.
+struct Ahead {
+  int64_t rows;         // rows from row0 on that will be read in sequence
+  const uint8_t* next;  // what follows them, or null
+};
+
+// How the product reads memory. On 15 threads of a Sapphire Rapids (2026-11, GB/s of a plain read's 86 to 94):
+// 90 so, 74 without the second prefetch, 86 with 2 rows, 77 with 8; the distances matter little (85 to 91).
+struct Reading {
+  int rows = 4;                // taken together where there is one token: 2, 4 or 8
+  int64_t near_nbytes = 1024;  // how far ahead of its use a line is asked for into the L1 cache
+  int64_t far_nbytes = 8192;   // the same into the L2 cache, which can wait for more lines at once; 0: not
+};
+
+struct ExpertKernels {
+  const char* name;
+  // Block `block` (0 to 3) of `to` from 32 activations.
+  void (*quantise)(const float* x, TermGroup& to, int block);
+  // out[t][i] = row (row0 + i) . x[t] for i < count
+  void (*dot)(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
+              float* const* out, const Ahead& ahead, const Reading& reading);
+};
+
+const ExpertKernels& scalar_expert_kernels();
+#if defined(HEADRACE_X86)
+const ExpertKernels& avx2_expert_kernels();
+const ExpertKernels& vnni_expert_kernels();
+#endif
+
+}  // namespace headrace

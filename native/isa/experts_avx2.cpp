@@ -1,0 +1,63 @@
+// The experts' product on AVX2: vpmaddubsw of unsigned codes and signed terms. Two products are at most
+// 2 * 24 * 128 and four 12,288, so sixteen bits never saturate and the sums are exact.
+#define HEADRACE_NS experts_avx2
+#define HEADRACE_MANY_TOKENS 2
+#include "vec_avx2.h"
+
+#include "../expert_kernels.h"
+
+namespace headrace::HEADRACE_NS {
+
+struct Codes { __m256i half[2][2]; };  // [nibble][first or second two blocks]
+
+static inline __m256i two_blocks(const uint8_t* p, int blocks) {
+  if (blocks >= 2) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return blocks == 1 ? _mm256_zextsi128_si256(load16(p)) : _mm256_setzero_si256();
+}
+
+static inline Codes codes_of(const uint8_t* p, int blocks) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  const __m256i mask = _mm256_set1_epi8(15);
+  Codes c;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i q = two_blocks(p + 32 * i, blocks - 2 * i);
+    c.half[0][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(q, mask));
+    c.half[1][i] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(q, 4), mask));
+  }
+  return c;
+}
+
+static inline __m256i eight_products(const Codes& c, const int8_t (*terms)[64], int i) {
+  const auto at = [&](int half) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(terms[half] + 32 * i)); };
+  const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(c.half[0][i], at(0)), _mm256_maddubs_epi16(c.half[1][i], at(1)));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+static inline __m256 exact_half(const Codes& c, const TermGroup& t, int i) {
+  const __m256i high = _mm256_slli_epi32(eight_products(c, t.high, i), 8), low = eight_products(c, t.low, i);
+  const __m256i offset = _mm256_load_si256(reinterpret_cast<const __m256i*>(t.offset + 8 * i));
+  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(high, low), offset));
+}
+
+static inline V exact(const Codes& c, const TermGroup& t) { return {exact_half(c, t, 0), exact_half(c, t, 1)}; }
+
+static inline V scales_of(uint32_t bytes) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(bytes));
+  const auto pick = [&](char first, char second) {
+    const __m256i shuffle = _mm256_setr_epi8(first, -1, -1, -1, first, -1, -1, -1, first, -1, -1, -1, first, -1, -1, -1,
+                                             second, -1, -1, -1, second, -1, -1, -1, second, -1, -1, -1, second, -1, -1, -1);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_shuffle_epi8(all, shuffle), 23));
+  };
+  return {pick(0, 1), pick(2, 3)};
+}
+
+}  // namespace headrace::HEADRACE_NS
+
+#include "expert_dot.h"
+
+namespace headrace {
+const ExpertKernels& avx2_expert_kernels() {
+  static constexpr ExpertKernels table{"avx2", experts_avx2::quantise_block, experts_avx2::expert_dot};
+  return table;
+}
+}  // namespace headrace

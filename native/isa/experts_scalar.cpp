@@ -1,0 +1,55 @@
+// The experts' product in portable C++.
+#define HEADRACE_NS experts_scalar
+#define HEADRACE_MANY_TOKENS 2
+#include "vec_scalar.h"
+
+#include "../expert_kernels.h"
+
+namespace headrace::HEADRACE_NS {
+
+struct Codes { uint8_t half[2][64]; };
+
+static inline Codes codes_of(const uint8_t* p, int blocks) {
+  Codes c;
+  std::memset(&c, 12, sizeof c);  // code 0 and its offset
+  for (int b = 0; b < blocks; ++b)
+    for (int j = 0; j < 16; ++j) {
+      c.half[0][16 * b + j] = static_cast<uint8_t>(kE2M1Doubled[p[16 * b + j] & 15] + 12);
+      c.half[1][16 * b + j] = static_cast<uint8_t>(kE2M1Doubled[p[16 * b + j] >> 4] + 12);
+    }
+  return c;
+}
+
+static inline V exact(const Codes& c, const TermGroup& t) {
+  V sums;
+  for (int lane = 0; lane < 16; ++lane) {
+    int32_t high = 0, low = t.offset[lane];
+    for (int half = 0; half < 2; ++half)
+      for (int j = 4 * lane; j < 4 * lane + 4; ++j) {
+        high += c.half[half][j] * t.high[half][j];
+        low += c.half[half][j] * t.low[half][j];
+      }
+    sums.v[lane] = static_cast<float>(high * 256 + low);
+  }
+  return sums;
+}
+
+static inline V scales_of(uint32_t bytes) {
+  V s;
+  for (int lane = 0; lane < 16; ++lane) {
+    const uint32_t u = (bytes >> 8 * (lane / 4) & 255) << 23;
+    std::memcpy(&s.v[lane], &u, 4);
+  }
+  return s;
+}
+
+}  // namespace headrace::HEADRACE_NS
+
+#include "expert_dot.h"
+
+namespace headrace {
+const ExpertKernels& scalar_expert_kernels() {
+  static constexpr ExpertKernels table{"scalar", experts_scalar::quantise_block, experts_scalar::expert_dot};
+  return table;
+}
+}  // namespace headrace

@@ -1,0 +1,46 @@
+// The experts' product on AVX-512 VNNI: 128 codes in two registers, four vpdpbusd for 128 products of both
+// terms.
+#define HEADRACE_NS experts_vnni
+#define HEADRACE_MANY_TOKENS 4
+#include "vec_avx512.h"
+
+#include "../expert_kernels.h"
+
+namespace headrace::HEADRACE_NS {
+
+struct Codes { __m512i low, high; };
+
+static inline Codes codes_of(const uint8_t* p, int blocks) {
+  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  const __m512i mask = _mm512_set1_epi8(15), 
+                q = blocks == 4 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << 16 * blocks) - 1, p);
+  return {_mm512_shuffle_epi8(table, _mm512_and_si512(q, mask)),
+          _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask))};
+}
+
+static inline V exact(const Codes& c, const TermGroup& t) {
+  const __m512i high = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), c.low, _mm512_load_si512(t.high[0])),
+                                           c.high, _mm512_load_si512(t.high[1]));
+  const __m512i low = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_load_si512(t.offset), c.low, _mm512_load_si512(t.low[0])),
+                                          c.high, _mm512_load_si512(t.low[1]));
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+}
+
+static inline V scales_of(uint32_t bytes) {
+  // Byte k of four into the lowest byte of the four lanes of block k.
+  const __m512i pick = _mm512_or_si512(_mm512_set1_epi32(static_cast<int>(0x80808000)),
+                                       _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+  const __m512i spread = _mm512_shuffle_epi8(_mm512_set1_epi32(static_cast<int>(bytes)), pick);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(spread, 23));
+}
+
+}  // namespace headrace::HEADRACE_NS
+
+#include "expert_dot.h"
+
+namespace headrace {
+const ExpertKernels& vnni_expert_kernels() {
+  static constexpr ExpertKernels table{"avx512_vnni", experts_vnni::quantise_block, experts_vnni::expert_dot};
+  return table;
+}
+}  // namespace headrace

@@ -1,0 +1,125 @@
+"""``headrace bench machine``: measure this machine once, so that the engine and plans know it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.bench_report import draw_png, lines_of_plot, print_table, require_matplotlib
+from headrace.cli.flags import Commands, add_command
+from headrace.cli.progress import loading_progress
+from headrace.cli.reporting import note
+from headrace.core.errors import HeadraceError
+from headrace.machine.link import link_peak_gbps, read_link
+from headrace.machine.probe import probe_machine
+from headrace.machine.profile import MachineProfile
+from headrace.machine.profile_store import machine_key, profiles_folder, save_profile
+from headrace.machine.threads import choose_threads
+
+if TYPE_CHECKING:
+    from headrace.machine.gpu_rates import CudaSide
+
+# Read by the loops: several last-level caches, and little enough for an ordinary desktop.
+_READ_NBYTES = 2 << 30
+_READ_SHARE = 8  # at most this part of the memory that is free
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "bench", "measure this machine and keep its profile for later runs", run
+    )
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        choices=("machine",),
+        help="machine: memory, CPU, GPU and their link",
+    )
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the picture into a file (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the profile here instead of the cache"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.png is not None:
+        require_matplotlib()  # before the minute, not after it
+    with loading_progress() as progress:
+        profile, peaks, path = measure(args.output, progress)
+    if args.png is not None:
+        draw_png(profile, args.png)
+    if args.json:
+        print(profile.to_json())
+    else:
+        print_table(profile, peaks)
+        for line in lines_of_plot(profile, color=sys.stdout.isatty()):
+            print(line)
+    note(f"the profile is stored in {path}")
+    return 0
+
+
+def measure(
+    output: Path | None, progress: Callable[[str, float], None] | None
+) -> tuple[MachineProfile, dict[str, float], Path]:
+    """Measure and store: the profile, theoretical peaks by name of rate, and where it lies."""
+    from headrace.experts.measure import expert_loads
+    from headrace.machine.bandwidth import HostLoads, Measurement
+    from headrace.machine.pages import HostBlock
+    from headrace.ops.measure import read_load
+    from headrace.ops.registry import cpu_experts
+
+    machine = probe_machine()
+    threads = choose_threads(machine.cpu).threads
+    free = machine.memory.usable_available_nbytes
+    block = HostBlock(max(64 << 20, min(_READ_NBYTES, free // _READ_SHARE) >> 21 << 21))
+    block.bytes[:] = 1
+    link = read_link()
+    peaks: dict[str, float] = {}
+    try:
+        with _gpu_side() as gpu:
+            try:
+                experts = expert_loads(cpu_experts(), threads=threads)
+            except HeadraceError as error:
+                note(f"CPU experts are left out: {error.message}")
+                experts = {}
+            loads = HostLoads(read_load(block), experts)
+            profile = Measurement(machine, loads, gpu, link, progress).run()
+            if gpu is not None:
+                peaks = gpu.peaks()
+                peak = link_peak_gbps(link)
+                names = ("pcie_h2d", "pcie_d2h", "pcie_gather")
+                peaks |= {} if peak is None else dict.fromkeys(names, peak)
+    finally:
+        block.release()
+    if output is not None:
+        profile.save(output)
+        return profile, peaks, output
+    key = machine_key(machine.cpu, None if profile.gpu is None else profile.gpu.name)
+    return profile, peaks, save_profile(profile, key, profiles_folder())
+
+
+@contextmanager
+def _gpu_side() -> Generator[CudaSide | None, None, None]:
+    from headrace.machine.gpu_rates import CudaSide
+    from headrace.ops.measure import gpu_kernels
+
+    kernels = gpu_kernels()
+    if kernels is None:
+        yield None
+        return
+    try:
+        side = CudaSide(kernels)
+    except HeadraceError as error:
+        note(f"the GPU is left out: {error.message}")
+        yield None
+        return
+    try:
+        yield side
+    finally:
+        side.close()

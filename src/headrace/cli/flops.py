@@ -1,0 +1,232 @@
+"""``headrace flops``: the catalogue of FLOP classes, listed, shown with numbers, checked, as pages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli.flags import Commands, add_command
+from headrace.cli.reporting import note
+from headrace.core.errors import ConfigError, InternalError, MachineError
+
+if TYPE_CHECKING:
+    from headrace.explain.catalogue.evaluate import Setting
+    from headrace.explain.catalogue.record import Catalogue, Record, Symbols
+    from headrace.machine.profile import MachineProfile
+
+DEFAULT = "dense_decode"
+STATUSES = ("verified", "draft", "contested")
+EXIT_CHECK_FAILED = 4
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "flops", "the catalogue of FLOP classes: what inference costs, and why", run_list
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = add_command(actions, "list", "list the classes", run_list)
+    listing.add_argument("text", nargs="*", metavar="TEXT", help="words that an entry must hold")
+    listing.add_argument("--bound", metavar="RESOURCE", help="bound by this resource, here")
+    listing.add_argument("--resource", metavar="RESOURCE", help="with work on this resource")
+    listing.add_argument("--status", choices=STATUSES, help="of this status")
+    _add_setting(listing)
+    show = add_command(actions, "show", "show one class with its numbers put in", run_show)
+    show.add_argument("id", metavar="ID", help="the class, or a part of its name")
+    _add_setting(show)
+    check = add_command(actions, "check", "hold every check of the catalogue", run_check)
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+    site = add_command(actions, "site", "write the catalogue as pages to search", run_site)
+    site.add_argument("folder", type=Path, metavar="DIR", help="where the pages go")
+
+
+def _add_setting(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="a profile's name, or a model (default: each class's own)")
+    add(
+        "--machine",
+        metavar="NAME",
+        help="a machine's name, or a profile's file (default: the model's)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SYMBOL=VALUE",
+        help="another value of a symbol, such as B=64; can be repeated",
+    )
+    add("--json", action="store_true", help="print JSON")
+
+
+def find_machine(name: str, symbols: Symbols) -> MachineProfile:
+    """A machine of the catalogue, or of a file.
+
+    Raises:
+        ConfigError: there is none of this name, or the file is not a profile.
+    """
+    from headrace.machine.profile import MachineProfile
+
+    if name in symbols.machines:
+        return symbols.machines[name]
+    if name.endswith(".json"):
+        return MachineProfile.load(Path(name))
+    raise ConfigError(
+        f"there is no machine {name!r}",
+        hint=f"known: {', '.join(symbols.machines)}; or a profile's .json file",
+        param="--machine",
+    )
+
+
+def given_values(pairs: list[str]) -> dict[str, float]:
+    """``["B=64"]`` -> {"B": 64}.
+
+    Raises:
+        ConfigError: one is not a name and a number.
+    """
+    values: dict[str, float] = {}
+    for pair in pairs:
+        name, _, number = pair.partition("=")
+        try:
+            values[name] = float(number)
+        except ValueError:
+            raise ConfigError(
+                f"--set is {pair!r}; it must be SYMBOL=NUMBER", hint="such as B=64", param="--set"
+            ) from None
+    return values
+
+
+def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record], Setting]:
+    """What a record's formulas are evaluated with: the flags over the record's own profile."""
+    from dataclasses import replace
+
+    from headrace.explain.catalogue.evaluate import setting
+
+    machine = find_machine(args.machine, symbols) if args.machine else None
+    values = given_values(args.set)
+    model: str | None = args.model
+    about = ""
+    if model is not None and model not in symbols.profiles:
+        from headrace.checkpoint.open import open_checkpoint
+        from headrace.core.weight_shapes import num_parameters
+        from headrace.explain.catalogue.shape import values_of
+
+        checkpoint = open_checkpoint(model)
+        average = checkpoint.nbytes / num_parameters(checkpoint.spec).total
+        values = {**values_of(checkpoint.spec, average), **values}
+        about = f"{model}, {average:.2f} bytes a weight"
+    profile = model if model in symbols.profiles else None
+
+    def at(record: Record) -> Setting:
+        found = setting(symbols, profile or (DEFAULT if about else record.profile), values, machine)
+        return replace(found, about=about) if about else found
+
+    return at
+
+
+def _bound(record: Record, at: Setting) -> str:
+    """What binds, or "" for what is not priced here."""
+    from headrace.explain.catalogue.evaluate import price_of
+
+    try:
+        return price_of(record, at).bound
+    except (MachineError, InternalError):
+        return ""
+
+
+def run_list(args: argparse.Namespace) -> int:
+    from headrace.explain.catalogue.load import load_catalogue
+    from headrace.explain.catalogue.record import RESOURCE_UNITS
+    from headrace.explain.cost import RESOURCES
+
+    for flag, known in (("bound", RESOURCES), ("resource", RESOURCE_UNITS)):
+        if getattr(args, flag) not in (None, *known):
+            raise ConfigError(
+                f"--{flag} is {getattr(args, flag)!r}; it must be one of {', '.join(known)}",
+                param=f"--{flag}",
+            )
+    catalogue = load_catalogue()
+    at = setting_of(args, catalogue.symbols)
+    rows: list[tuple[Record, str]] = []
+    for record in catalogue.records.values():
+        text = f"{record.id} {record.title} {record.about} {record.category}".lower()
+        if not all(word.lower() in text for word in args.text):
+            continue
+        if args.status not in (None, record.status):
+            continue
+        if args.resource is not None and args.resource not in record.work:
+            continue
+        bound = _bound(record, at(record)) if record.work else ""
+        if args.bound in (None, bound):
+            rows.append((record, bound))
+    if args.json:
+        print(json.dumps([_row(record, bound) for record, bound in rows], indent=2))
+        return 0
+    if not rows:
+        note("no class matches")
+        return 0
+    width = min(44, max(len(record.id) for record, _ in rows))
+    print(f"{'CLASS':<{width}}  {'BOUND':<7} {'STATUS':<9} TITLE")
+    for record, bound in rows:
+        shown = record.id if len(record.id) <= width else record.id[: width - 1] + "~"
+        print(f"{shown:<{width}}  {bound or record.kind:<7} {record.status:<9} {record.title}")
+    return 0
+
+
+def _row(record: Record, bound: str) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "title": record.title,
+        "category": record.category,
+        "kind": record.kind,
+        "bound": bound or None,
+        "resources": list(record.work),
+        "status": record.status,
+        "confidence": record.confidence,
+    }
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from headrace.explain.catalogue.derivation import as_data, derivation
+    from headrace.explain.catalogue.load import find_record, load_catalogue
+
+    catalogue = load_catalogue()
+    record = find_record(catalogue, args.id)
+    at = setting_of(args, catalogue.symbols)(record)
+    if args.json:
+        print(json.dumps(as_data(record, catalogue, at), indent=2))
+    else:
+        print("\n".join(derivation(record, catalogue, at)))
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    from headrace.explain.catalogue.evaluate import run_checks
+    from headrace.explain.catalogue.load import load_catalogue
+
+    catalogue: Catalogue = load_catalogue()
+    results = run_checks(catalogue)
+    failed = [result for result in results if not result.holds]
+    if args.json:
+        shown = [{"record": r.record, "expr": r.expr, "want": r.want, "got": r.got} for r in failed]
+        print(
+            json.dumps({"classes": len(catalogue.records), "checks": len(results), "failed": shown})
+        )
+    else:
+        for result in failed:
+            print(f"{result.record}: {result.expr} is {result.got}, expected {result.want}")
+        print(f"{len(catalogue.records)} classes, {len(results)} checks, {len(failed)} failed")
+    return EXIT_CHECK_FAILED if failed else 0
+
+
+def run_site(args: argparse.Namespace) -> int:
+    from headrace.explain.catalogue.load import load_catalogue
+    from headrace.explain.catalogue.site import write_site
+
+    folder: Path = args.folder
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; the pages need a folder", param="DIR")
+    pages = write_site(load_catalogue(), folder)
+    note(f"{pages} pages written; open {folder / 'index.html'}")
+    return 0

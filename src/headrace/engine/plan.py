@@ -1,0 +1,202 @@
+"""A plan: does a model run on a machine, where does every byte go, how fast will it be, and why.
+
+Joins the memory layout, the hit rate of the expert cache, the split of misses between link and CPU, and
+the priced step. Pure: configurations and catalogues in, records out; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.core.errors import ConfigError
+from headrace.core.plan_spec import PlanSpec
+from headrace.engine.plan_hits import HitRate, expected_hit_rate
+from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, lay_out
+from headrace.explain.engine_model import EngineModel, engine_model, measured
+from headrace.explain.step_cost import KV_BITS, Placement, StepShape, distinct_experts
+from headrace.explain.step_time import StepTime, step_time
+from headrace.machine.profile import MachineProfile
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An expected value and what it may be off by."""
+
+    low: float
+    expected: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """tokens_s over all sequences; ttft_s of one prompt; fetch_share: q*/m of the misses."""
+
+    tokens_s: Interval
+    ttft_s: Interval
+    hit_rate: HitRate
+    fetch_share: float
+    decode: StepTime
+    prefill: StepTime
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model on a machine under a workload. ``speed`` is None where it does not fit."""
+
+    spec: PlanSpec
+    machine: MachineProfile
+    workload: Workload
+    layout: Layout
+    speed: Speed | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs at all, be it with the disk's help."""
+        return self.layout.mode != "none"
+
+
+def make_plan(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    engine: EngineModel | None = None,
+) -> Plan:
+    """Plan one model on one machine.
+
+    Raises:
+        ConfigError: the context is longer than the model's, or a count is below 1.
+        MachineError: the machine lacks a rate.
+    """
+    _check(spec, workload)
+    layout = lay_out(spec, machine, workload)
+    if layout.mode == "none":
+        return Plan(spec, machine, workload, layout, None)
+    model = engine or engine_model("headrace")
+    return Plan(spec, machine, workload, layout, _speed(spec, machine, workload, layout, model))
+
+
+def _check(spec: PlanSpec, workload: Workload) -> None:
+    if workload.kv_format not in KV_BITS:
+        raise ConfigError(
+            f"--kv-format is {workload.kv_format!r}; known: {', '.join(KV_BITS)}",
+            param="--kv-format",
+        )
+    if workload.context > spec.max_context:
+        raise ConfigError(
+            f"--context is {workload.context:,} tokens; {spec.name} was trained for at most "
+            f"{spec.max_context:,}",
+            hint=f"--context {spec.max_context}",
+            param="--context",
+        )
+    for flag in ("context", "concurrency", "prompt"):
+        if getattr(workload, flag) < 1:
+            raise ConfigError(f"--{flag} is {getattr(workload, flag)}; at least 1", param=flag)
+    if workload.prompt > workload.context:
+        raise ConfigError(
+            f"--prompt is {workload.prompt:,} tokens and --context {workload.context:,}",
+            hint="the prompt is a part of the context",
+            param="--prompt",
+        )
+
+
+def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
+    """The share of a layer's misses that is fetched: q* / m = B_P / (B_P + B_C).
+
+    B_P is what the link delivers; B_C what the CPU works through meanwhile: its kernels' rate, or what
+    the fetches leave of the memory channels, whichever is less.
+    """
+    link = _gbps(machine, "pcie_h2d", "pcie", engine.reach, 1.0)
+    channels = _gbps(machine, "dram_read", "dram", engine.reach, 1.0)
+    kernels = channels * engine.kernel.get("dram", 1.0)
+    cpu = min(kernels, max(0.0, channels - link))
+    if "dram_read_overlapped" in machine.rates:
+        cpu = machine.rates["dram_read_overlapped"].value * engine.kernel.get("dram", 1.0)
+    link = min(link, channels)
+    return link / (link + cpu) if link + cpu else 0.0
+
+
+def _gbps(
+    machine: MachineProfile, rate: str, resource: str, reach: object, default: float
+) -> float:
+    value = machine.rates[rate].value if rate in machine.rates else 0.0
+    share = reach.get(resource, default) if isinstance(reach, dict) else default
+    return value * (1.0 if measured(machine, resource) else share)
+
+
+def placement_of(layout: Layout, workload: Workload, hits: float, share: float) -> Placement:
+    """The step's placement that a layout and a hit rate make."""
+    if layout.mode == "cpu":
+        return Placement(gpu=False, kv_format=workload.kv_format)
+    if layout.mode == "vram":
+        return Placement(kv_format=workload.kv_format)
+    disk = 0.0
+    if layout.mode == "disk":
+        # What is neither in VRAM nor in host memory, by the same hit-rate model.
+        kept = expected_hit_rate(min(1.0, layout.resident + layout.ram_share)).expected
+        disk = (1 - kept) / (1 - hits) if hits < 1 else 0.0
+    return Placement(
+        hit_rate=hits, fetch_share=share, disk_share=min(1.0, disk), kv_format=workload.kv_format
+    )
+
+
+def _speed(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layout: Layout,
+    engine: EngineModel,
+) -> Speed:
+    hits = expected_hit_rate(layout.resident) if spec.sparse else HitRate(1.0, 1.0, 1.0)
+    share = fetch_share(machine, engine) if layout.mode in ("ram", "disk") else 0.0
+    # Half of the context is cached in the middle of a conversation: the mean over its tokens.
+    shape = StepShape("decode", workload.concurrency, 1, max(1, workload.context // 2))
+
+    def decode(rate: float) -> StepTime:
+        return step_time(spec, shape, placement_of(layout, workload, rate, share), machine, engine)
+
+    middle = decode(hits.expected)
+    slow, fast = decode(hits.low).seconds, decode(hits.high).seconds
+    batch = workload.concurrency
+    tokens = Interval(
+        batch / slow * (1 - engine.spread),
+        batch / middle.seconds,
+        batch / fast * (1 + engine.spread),
+    )
+    prefill, seconds = prefill_time(spec, machine, workload, layout, engine)
+    ttft = Interval(seconds * (1 - engine.spread), seconds, seconds * (1 + engine.spread))
+    return Speed(tokens, ttft, hits, share, middle, prefill)
+
+
+def prefill_time(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layout: Layout,
+    engine: EngineModel,
+) -> tuple[StepTime, float]:
+    """The last chunk's step, and the seconds of all chunks of one prompt.
+
+    Resident experts are not copied; the others travel once a chunk.
+    """
+    place = placement_of(layout, workload, layout.resident, 1.0)
+    done, seconds, last = 0, 0.0, None
+    while done < workload.prompt:
+        size = min(CHUNK_TOKENS, workload.prompt - done)
+        last = step_time(spec, StepShape("prefill", 1, size, done), place, machine, engine)
+        seconds, done = seconds + last.seconds, done + size
+    assert last is not None
+    return last, seconds
+
+
+def experts_of_a_step(spec: PlanSpec, tokens: int) -> float:
+    """Distinct experts that a step of ``tokens`` tokens uses over all layers."""
+    if not spec.sparse:
+        return 0.0
+    return spec.moe_layers * distinct_experts(spec.num_experts, spec.num_experts_per_token, tokens)
+
+
+def with_rate(machine: MachineProfile, name: str, factor: float) -> MachineProfile:
+    """The same machine with one rate times ``factor``."""
+    rates = dict(machine.rates)
+    rates[name] = replace(rates[name], value=rates[name].value * factor)
+    return replace(machine, rates=rates)

@@ -1,0 +1,153 @@
+"""Where every byte of a model goes on a machine that nobody has yet: VRAM, host memory, disk.
+
+Order of preference: everything in VRAM; experts in host memory with a cache of them in VRAM; what host
+memory cannot hold on the disk; everything in host memory, computed by the CPU. Integers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.core.plan_spec import PlanSpec
+from headrace.engine.memory_plan import RESERVE_NBYTES
+from headrace.explain.step_cost import KV_BITS
+from headrace.machine.profile import MachineProfile
+
+# VRAM that is not ours to use: the CUDA context and its modules (about 500 MB with torch) and the
+# pools of captured graphs. Estimate, to be replaced by a measurement of the GPU engine.
+VRAM_RESERVE_NBYTES = 750 * 10**6
+# Host memory that the operating system and other programs keep. Estimate.
+SYSTEM_RESERVE_NBYTES = 3 * 10**9
+# Share of one memory for both that the GPU may use: macOS's default limit. Estimate.
+UNIFIED_GPU_SHARE = 0.75
+# Tokens of the longest prefill chunk, which sets the workspace.
+CHUNK_TOKENS = 8192
+
+Mode = Literal["vram", "ram", "disk", "cpu", "none"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the plan is for. ``prompt`` tokens are prefilled for the time to the first token."""
+
+    context: int
+    concurrency: int = 1
+    kv_format: str = "bf16"
+    prompt: int = 2048
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes by tier ("vram", "ram", "disk") and purpose, against what each tier has.
+
+    slots: experts that the cache in VRAM holds; resident: their share of all experts
+    short_nbytes: what is missing, where ``mode`` is "none"; for "disk" what memory cannot hold
+    """
+
+    mode: Mode
+    used: dict[str, dict[str, int]]
+    capacity: dict[str, int]
+    slots: int = 0
+    resident: float = 1.0
+    ram_share: float = 1.0
+    short_nbytes: int = 0
+    notes: tuple[str, ...] = field(default_factory=tuple[str, ...])
+
+    def total(self, tier: str) -> int:
+        return sum(self.used.get(tier, {}).values())
+
+    def free(self, tier: str) -> int:
+        """What the tier has left; negative where it is short."""
+        return self.capacity.get(tier, 0) - self.total(tier)
+
+
+def workspace_nbytes(spec: PlanSpec, workload: Workload) -> int:
+    """Bytes of the largest step's intermediate results: an upper bound, for one layer at a time.
+
+    Rows of a prefill chunk in bfloat16: residual, normalised, attention's output and the next residual;
+    queries, keys and values of the widest kind; the chosen experts' gates, ups and outputs. Then float32
+    logits of each sequence.
+    """
+    tokens = min(CHUNK_TOKENS, max(workload.prompt, workload.concurrency))
+    width = max(k.heads * (k.score_dim + k.value_dim) + k.cached for k in spec.attention)
+    inner = max(
+        spec.dense_weights // spec.hidden if spec.dense_layers else 0,
+        spec.num_experts_per_token * (spec.expert_weights // spec.hidden) if spec.sparse else 0,
+    )
+    rows = 4 * spec.hidden + max(width, inner + spec.num_experts_per_token * spec.hidden)
+    return 2 * tokens * rows + 8 * workload.concurrency * spec.vocab
+
+
+def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layout:
+    """Put the model on the machine."""
+    vram, ram = capacities(machine)
+    weights = spec.nbytes()
+    kv = workload.concurrency * spec.kv_nbytes(workload.context, KV_BITS[workload.kv_format])
+    fixed = {"KV cache": kv, "workspace": workspace_nbytes(spec, workload)}
+    outside = {k: n for k, n in weights.items() if n and k not in ("experts", "embedding")}
+    host = {"reserve": RESERVE_NBYTES}
+    capacity = {"vram": vram, "ram": ram}
+    if machine.gpu is not None:
+        on_gpu = {**outside, **fixed, "reserve": VRAM_RESERVE_NBYTES}
+        # A tied embedding is the output head too, so it has to be where the head is computed.
+        table = {"embedding": weights["embedding"]}
+        on_host = {} if spec.tied else table
+        if spec.tied:
+            on_gpu |= table
+        everything = {**on_gpu, **table}
+        if spec.sparse:
+            everything["experts"] = weights["experts"]
+        if sum(everything.values()) <= vram:
+            return Layout("vram", {"vram": everything, "ram": host}, capacity, _experts(spec))
+        if spec.sparse:
+            found = _offloaded(spec, on_gpu, {**on_host, **host}, capacity)
+            if found is not None:
+                return found
+    everything = {k: n for k, n in weights.items() if n} | fixed | host
+    short = sum(everything.values()) - ram
+    mode: Mode = "cpu" if short <= 0 else "none"
+    used = {"ram": everything} if mode == "cpu" or machine.gpu is None else {}
+    if mode == "none" and machine.gpu is not None:
+        used = {"vram": {**outside, **fixed}, "ram": {"experts": weights["experts"], **host}}
+        if spec.sparse:  # the part that has to lie in VRAM does not
+            short = max(1, sum(outside.values()) + sum(fixed.values()) + VRAM_RESERVE_NBYTES - vram)
+        else:
+            short = min(short, sum(everything.values()) + VRAM_RESERVE_NBYTES - vram)
+    return Layout(mode, used, capacity, resident=0.0, short_nbytes=max(0, short))
+
+
+def _experts(spec: PlanSpec) -> int:
+    return spec.moe_layers * spec.num_experts
+
+
+def _offloaded(
+    spec: PlanSpec, on_gpu: dict[str, int], host: dict[str, int], capacity: dict[str, int]
+) -> Layout | None:
+    """Experts in host memory (and on disk), a cache of them in VRAM; None without room for a layer's."""
+    room = capacity["vram"] - sum(on_gpu.values())
+    slots = min(_experts(spec), max(0, room) // spec.expert_nbytes)
+    if slots < spec.num_experts_per_token:
+        return None
+    pool = _experts(spec) * spec.expert_nbytes
+    used = {"vram": {**on_gpu, "expert slots": slots * spec.expert_nbytes}}
+    room = capacity["ram"] - sum(host.values())
+    resident = slots / _experts(spec)
+    if room >= pool:
+        used["ram"] = {**host, "experts": pool}
+        return Layout("ram", used, capacity, slots, resident)
+    kept = max(0, room) // spec.expert_nbytes * spec.expert_nbytes
+    used["ram"] = {**host, "experts": kept}
+    used["disk"] = {"experts": pool - kept}
+    return Layout("disk", used, capacity, slots, resident, kept / pool, pool - max(0, room))
+
+
+def capacities(machine: MachineProfile) -> tuple[int, int]:
+    """Bytes of VRAM and of host memory that a plan may use."""
+    host = machine.host.memory_nbytes
+    if machine.gpu is None:
+        return 0, max(0, host - SYSTEM_RESERVE_NBYTES)
+    if machine.gpu.unified:
+        vram = round(machine.gpu.memory_nbytes * UNIFIED_GPU_SHARE)
+        return vram, max(0, machine.gpu.memory_nbytes - vram - SYSTEM_RESERVE_NBYTES)
+    return machine.gpu.memory_nbytes, max(0, host - SYSTEM_RESERVE_NBYTES)

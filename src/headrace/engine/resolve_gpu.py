@@ -1,0 +1,332 @@
+"""The choices of an engine whose model runs on a GPU. Plain Python, decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headrace.core.config import DENSE_FORMATS, EngineConfig
+from headrace.core.errors import ConfigError, DoesNotFitError
+from headrace.core.model_sizes import ModelSizes
+from headrace.core.model_spec import ModelSpec
+from headrace.core.status import Choice
+from headrace.core.weight_shapes import num_parameters
+from headrace.engine.choosing import (
+    Chosen,
+    batch_limits,
+    choose_block_tokens,
+    choose_context,
+    choose_pool,
+    host_budget,
+    one_of,
+    why,
+)
+from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
+from headrace.engine.memory_plan import (
+    RESERVE_NBYTES,
+    MemoryPlan,
+)
+from headrace.engine.resolved import GpuSupport, Resolved
+from headrace.engine.vram_plan import (
+    ELEMENT_NBYTES,
+    VramPlan,
+    dense_nbytes,
+    gpu_workspace_nbytes,
+    graphs_nbytes,
+)
+from headrace.experts.slab import SlabLayout, slab_layout
+from headrace.machine.probe import GpuInfo, Machine
+from headrace.machine.threads import choose_threads
+
+# Tokens of a step: enough rows for the tensor cores to be busy (an H200 multiplies 2,048 rows in about
+# the time that it takes to read the weights of 400), and experts that are streamed in for a chunk serve
+# more of its tokens.
+DEFAULT_MAX_BATCH_TOKENS = 2048
+# Other programs draw on the same GPU: a twentieth of what is free now is left to them.
+OTHERS_SHARE = 20
+# Where every expert is in GPU memory, half of what is left serves as KV cache, the rest stays free for
+# the system. Where experts compete for it, KV gets a quarter and slots the rest.
+KV_SHARE, KV_SHARE_BESIDE_SLOTS = 2, 4
+# "All experts fit" means: beside a context of at least this many tokens (or the model's own).
+USEFUL_CONTEXT = 8192
+# Host buffers of a step: pinned inputs, logits that are sampled on the host.
+_HOST_WORKSPACE_NBYTES = 64 * 2**20
+
+
+def resolve_on_gpu(
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    sizes: ModelSizes,
+    support: GpuSupport,
+    kv_support: KVSupport,
+) -> Resolved:
+    """Choose everything for the first GPU.
+
+    Raises:
+        ConfigError: a value is not possible here, or two contradict each other.
+        DoesNotFitError: the model does not fit the GPU's memory (or its experts the host's).
+    """
+    choices: list[Choice] = []
+
+    def chosen(name: str, value: object, reason: str) -> None:
+        choices.append(Choice(name, str(value), reason))
+
+    gpu = machine.gpus[0]
+    chosen("device", "cuda", why(None if config.device == "auto" else 1, f"{gpu.name} is there"))
+    backend = config.backend or "triton"
+    chosen("backend", backend, why(config.backend, "the kernels for CUDA GPUs"))
+    threads = choose_threads(machine.cpu, config.threads)
+    chosen("threads", threads.threads, threads.reason)
+    dense = _dense_format(config, sizes, chosen)
+    default = ("bf16", "what tensor cores multiply")
+    if dense == "f32":
+        default = ("f32", "as the matrices")
+    kv = choose_kv(config, spec, kv_support, backend, default, chosen)
+    block_tokens = choose_block_tokens(config, chosen, sealed=kv.format.sealed)
+    seqs, batch = batch_limits(
+        config, DEFAULT_MAX_BATCH_TOKENS, "enough rows to keep the tensor cores busy", chosen
+    )
+    budget = _budget(config, gpu, chosen)
+
+    def workspace(context: int) -> int:
+        return gpu_workspace_nbytes(
+            spec, context=context, max_batch_tokens=batch, max_num_seqs=seqs
+        )
+
+    empty = VramPlan(
+        weights_nbytes=dense_nbytes(spec, dense),
+        kv_nbytes=0,
+        workspace_nbytes=0,
+        graphs_nbytes=graphs_nbytes(spec, max_num_seqs=seqs),
+        experts_nbytes=0,
+        budget_nbytes=budget,
+    )
+    pool = KVPool(spec, kv, block_tokens, seqs, batch)
+    room = _GpuRoom(spec, pool, block_tokens, empty)
+    placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
+    chosen("experts", placed.mode, placed.reason)
+    context = choose_context(config, spec, placed.room, workspace, chosen)
+    num_blocks = choose_pool(
+        config,
+        placed.room,
+        context=context,
+        seqs=seqs,
+        workspace=workspace(context),
+        share=placed.kv_share,
+        chosen=chosen,
+    )
+    # Padding rows of captured steps write into one block more.
+    tokens = (num_blocks + 1) * block_tokens
+    vram = _with_slots(placed, room.with_experts(placed.nbytes).plan(tokens, workspace(context)))
+    vram.require_fit("give a smaller --context or a larger --vram-budget, or --experts hybrid")
+    if placed.layout is not None:
+        _record_slots(placed.layout, vram, sizes, chosen)
+    chosen("vram", f"{vram.total_nbytes} bytes", vram.describe())
+    plan = MemoryPlan(
+        weights_nbytes=sizes.expert_nbytes if placed.mode != "gpu" else 0,
+        kv_nbytes=0,
+        workspace_nbytes=_HOST_WORKSPACE_NBYTES,
+        reserve_nbytes=RESERVE_NBYTES,
+        budget_nbytes=host_budget(config, machine, chosen),
+    )
+    if placed.mode != "gpu":
+        plan.require_fit("the experts must fit the host's memory; choose a smaller model or format")
+    chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
+    return Resolved(
+        context=context,
+        kv_format=kv.format.name,
+        kv_pool=pool.shape(num_blocks + 1),
+        kv_rank=kv.rank,
+        kv_key=kv.key,
+        block_tokens=block_tokens,
+        max_batch_tokens=batch,
+        max_num_seqs=seqs,
+        num_blocks=num_blocks,
+        threads=threads.threads,
+        backend=backend,
+        experts=placed.mode,
+        plan=plan,
+        choices=tuple(choices),
+        warnings=(*kv.warnings, *threads.warnings),
+        device="cuda",
+        gpu_index=gpu.index,
+        dense_format=dense,
+        slots=placed.layout is not None,
+        vram=vram,
+    )
+
+
+@dataclass(frozen=True)
+class _GpuRoom:
+    """GPU memory as the KV pool sees it: one block more than the pool is needed for padding.
+
+    share: of the free memory the pool gets at most 1 / ``share``.
+    """
+
+    spec: ModelSpec
+    pool: KVPool
+    block_tokens: int
+    empty: VramPlan
+    share: int = 1
+
+    def with_experts(self, nbytes: int) -> _GpuRoom:
+        return replace(self, empty=replace(self.empty, experts_nbytes=nbytes))
+
+    def plan(self, kv_tokens: int, workspace: int) -> VramPlan:
+        return replace(
+            self.empty,
+            kv_nbytes=self.pool.nbytes(-(-kv_tokens // self.block_tokens)),
+            workspace_nbytes=workspace,
+        )
+
+    def tokens(self, workspace: int, share: int = 1) -> int:
+        """See ``choosing.Room``."""
+        one = self.plan(self.block_tokens, workspace)  # the padding's block
+        free = max(0, one.headroom_nbytes + self.pool.fixed_nbytes)
+        return self.pool.blocks_in(free // max(share, self.share)) * self.block_tokens
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where experts go. nbytes: of experts that do not lie in slots; layout: of those that do."""
+
+    mode: str
+    reason: str
+    room: _GpuRoom
+    kv_share: int
+    nbytes: int = 0
+    layout: SlabLayout | None = None
+
+
+def _place_experts(
+    config: EngineConfig,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    support: GpuSupport,
+    room: _GpuRoom,
+    workspace: Callable[[int], int],
+    dense: str,
+) -> _Placed:
+    moe = spec.moe
+    if moe is None:
+        if config.experts in ("stream", "hybrid"):
+            raise ConfigError(
+                f"--experts {config.experts}: the model has no experts",
+                hint="leave it out",
+                param="--experts",
+            )
+        return _Placed("gpu", "the model has no experts", room, KV_SHARE)
+    layout = _slots_of(spec, sizes, support)
+    if layout is not None:
+        mixtures = sum(layer.moe for layer in spec.layers)
+        everything = mixtures * moe.num_experts * layout.slab_nbytes
+    else:
+        everything = num_parameters(spec).experts * ELEMENT_NBYTES[dense]
+    context = config.context or min(spec.max_context, USEFUL_CONTEXT)
+    whole = room.with_experts(everything)
+    plan = whole.plan(context, workspace(context))
+    fits = plan.headroom_nbytes >= 0
+    inside = _Placed("gpu", "", whole, KV_SHARE, 0 if layout else everything, layout)
+    if config.experts == "gpu":
+        plan.require_fit("leave --experts gpu out, or give a larger --vram-budget")
+        return replace(inside, reason="as configured")
+    if config.experts == "auto" and fits:
+        return replace(inside, reason=f"all of them ({everything / 1e6:,.0f} MB) fit")
+    if layout is None:
+        found = ", ".join(sorted(sizes.expert_formats)) or "none"
+        known = ", ".join(sorted(support.expert_formats)) or "none"
+        problem = (
+            f"experts of {everything / 1e6:,.0f} MB do not fit the GPU ({plan.describe()}), and the "
+            f"expert cache cannot hold them: their format is {found}, it serves {known}"
+        )
+        raise DoesNotFitError(
+            problem, hint="give a larger --vram-budget, a smaller model, or --device cpu"
+        )
+    shared = replace(room, share=KV_SHARE_BESIDE_SLOTS)
+    mode = "hybrid" if config.experts == "auto" else config.experts
+    missing = f"{-plan.headroom_nbytes / 1e6:,.0f} MB are missing to hold all of them"
+    reason = missing if config.experts == "auto" else "as configured"
+    return _Placed(mode, reason, shared, KV_SHARE_BESIDE_SLOTS, 0, layout)
+
+
+def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLayout | None:
+    """How the experts lie in slots; None if the expert cache does not serve their format."""
+    moe = spec.moe
+    if moe is None or len(sizes.expert_formats) != 1:
+        return None
+    (fmt,) = sizes.expert_formats
+    if fmt not in support.expert_formats:
+        return None
+    try:
+        return slab_layout(fmt, spec.hidden, moe.intermediate, has_bias=moe.expert_bias)
+    except ConfigError:  # its dimensions are not whole blocks
+        return None
+
+
+def _with_slots(placed: _Placed, plan: VramPlan) -> VramPlan:
+    """Give the slots what the rest leaves, up to all experts."""
+    layout, moe = placed.layout, placed.room.spec.moe
+    if layout is None or moe is None:
+        return plan
+    mixtures = sum(layer.moe for layer in placed.room.spec.layers)
+    everything = mixtures * moe.num_experts * layout.slab_nbytes
+    if placed.mode == "gpu":
+        return replace(plan, experts_nbytes=everything)
+    if placed.mode == "cpu":
+        return plan
+    room = max(plan.headroom_nbytes, 0) // layout.slice_nbytes * layout.slice_nbytes
+    # A step brings in a token's experts; with fewer slots than that nothing could be cached.
+    least = moe.num_experts_per_token * layout.slab_nbytes
+    return replace(plan, experts_nbytes=min(max(room, least), everything))
+
+
+def _record_slots(layout: SlabLayout, vram: VramPlan, sizes: ModelSizes, chosen: Chosen) -> None:
+    slots = vram.experts_nbytes // layout.slice_nbytes
+    share = vram.experts_nbytes / max(sizes.expert_nbytes, 1)
+    chosen(
+        "expert_slots",
+        slots,
+        f"slices of {layout.slice_nbytes} bytes, {min(share, 1.0):.0%} of the experts' bytes: "
+        "what everything else leaves",
+    )
+
+
+def _dense_format(config: EngineConfig, sizes: ModelSizes, chosen: Chosen) -> str:
+    """The type of matrices outside of experts."""
+    given = one_of("--dense-format", config.dense_format, DENSE_FORMATS)
+    stored = sizes.dense_formats
+    if given is not None:
+        chosen("dense_format", given, "as configured")
+        return given
+    if len(stored) == 1 and next(iter(stored)) in DENSE_FORMATS:
+        (only,) = stored
+        chosen("dense_format", only, "as stored")
+        return only
+    # float16 has finer steps, but a feed-forward's inner values can exceed its 65,504.
+    listed = ", ".join(sorted(stored))
+    chosen("dense_format", "bf16", f"stored as {listed}: has float32's range on tensor cores")
+    return "bf16"
+
+
+def _budget(config: EngineConfig, gpu: GpuInfo, chosen: Chosen) -> int:
+    """Bytes of GPU memory that this process may use, the driver's own for it included."""
+    if config.vram_budget_nbytes is None:
+        budget = gpu.memory_free_nbytes - gpu.memory_free_nbytes // OTHERS_SHARE
+        chosen("vram_budget", budget, f"what is free now, less 1/{OTHERS_SHARE} for others")
+        return budget
+    if config.vram_budget_nbytes > gpu.memory_total_nbytes:
+        raise ConfigError(
+            f"--vram-budget is {config.vram_budget_nbytes} bytes; {gpu.name} has "
+            f"{gpu.memory_total_nbytes}",
+            hint="give less, or leave it out",
+            param="--vram-budget",
+        )
+    if config.vram_budget_nbytes > gpu.memory_free_nbytes:
+        raise DoesNotFitError(
+            f"--vram-budget is {config.vram_budget_nbytes} bytes; other programs leave "
+            f"{gpu.memory_free_nbytes} of {gpu.name}",
+            hint="give less, or end them",
+        )
+    chosen("vram_budget", config.vram_budget_nbytes, "as configured")
+    return config.vram_budget_nbytes

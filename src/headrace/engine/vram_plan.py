@@ -1,0 +1,122 @@
+"""Where the GPU's memory goes, before it is used. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.errors import DoesNotFitError
+from headrace.core.model_spec import ModelSpec
+from headrace.core.weight_shapes import num_parameters
+from headrace.engine.memory_plan import workspace_nbytes
+
+ELEMENT_NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+# What the driver takes for a process that runs torch and Triton kernels, and cuBLAS's workspace (32 MiB
+# on Hopper). The engine measures the first once it runs and bounds its tensors by what is really left.
+CONTEXT_NBYTES = 640 * 2**20
+# Executables of captured graphs and of kernels, and the allocator's rounding (blocks of 2 MiB).
+RESERVE_NBYTES = 128 * 2**20
+# Parts that decoding attention cuts a row's keys into (ops.triton.attention_decode.MAX_PARTS).
+_ATTENTION_PARTS = 64
+
+
+@dataclass(frozen=True)
+class VramPlan:
+    """Bytes of GPU memory by purpose, against a budget.
+
+    graphs: what captured steps hold beside the workspace. experts: all of them, or the slots of the
+    expert cache.
+    """
+
+    weights_nbytes: int
+    kv_nbytes: int
+    workspace_nbytes: int
+    graphs_nbytes: int
+    experts_nbytes: int
+    budget_nbytes: int
+    context_nbytes: int = CONTEXT_NBYTES
+    reserve_nbytes: int = RESERVE_NBYTES
+
+    @property
+    def total_nbytes(self) -> int:
+        return (
+            self.weights_nbytes
+            + self.kv_nbytes
+            + self.workspace_nbytes
+            + self.graphs_nbytes
+            + self.experts_nbytes
+            + self.context_nbytes
+            + self.reserve_nbytes
+        )
+
+    @property
+    def headroom_nbytes(self) -> int:
+        """What the budget leaves; negative if the plan does not fit."""
+        return self.budget_nbytes - self.total_nbytes
+
+    def describe(self) -> str:
+        """One line with every part."""
+        parts = (
+            ("weights", self.weights_nbytes),
+            ("experts", self.experts_nbytes),
+            ("KV", self.kv_nbytes),
+            ("workspace", self.workspace_nbytes),
+            ("graphs", self.graphs_nbytes),
+            ("CUDA", self.context_nbytes),
+            ("reserve", self.reserve_nbytes),
+        )
+        listed = " + ".join(f"{name} {_mb(nbytes)}" for name, nbytes in parts if nbytes)
+        return f"{listed} = {_mb(self.total_nbytes)} of {_mb(self.budget_nbytes)} of GPU memory"
+
+    def require_fit(self, hint: str) -> None:
+        """Refuse a plan that exceeds the budget.
+
+        Raises:
+            DoesNotFitError: with every part of the plan.
+        """
+        if self.headroom_nbytes < 0:
+            raise DoesNotFitError(
+                f"the model does not fit the GPU: {self.describe()} "
+                f"({_mb(-self.headroom_nbytes)} missing)",
+                hint=hint,
+            )
+
+
+def dense_nbytes(spec: ModelSpec, dense_format: str) -> int:
+    """Bytes of everything but experts: matrices in the dense format, vectors and routers float32.
+
+    Counted as if biases and norms were matrices, which are too few to matter, but in float32.
+    """
+    counts = num_parameters(spec)
+    matrices = counts.embedding + counts.lm_head + counts.attention + counts.dense_ffn
+    return matrices * ELEMENT_NBYTES[dense_format] + 4 * (counts.router + counts.norm)
+
+
+def gpu_workspace_nbytes(
+    spec: ModelSpec, *, context: int, max_batch_tokens: int, max_num_seqs: int
+) -> int:
+    """Bytes that the largest step needs beside weights and KV: an upper bound.
+
+    The host's count, the same activations in the dense type beside it (what cuBLAS multiplies), and
+    the parts that decoding attention leaves.
+    """
+    step = workspace_nbytes(
+        spec,
+        context=context,
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        backend="triton",
+    )
+    attention = max_num_seqs * spec.num_heads * _ATTENTION_PARTS * (spec.head_dim + 2) * 4
+    return step + step // 2 + attention
+
+
+def graphs_nbytes(spec: ModelSpec, *, max_num_seqs: int) -> int:
+    """Bytes of the pool that captured steps share: a step's activations, its logits twice."""
+    rows = min(max_num_seqs, 16)
+    step = gpu_workspace_nbytes(spec, context=0, max_batch_tokens=rows, max_num_seqs=rows)
+    return step + 4 * rows * spec.vocab
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"

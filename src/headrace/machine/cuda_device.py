@@ -1,0 +1,128 @@
+"""One CUDA GPU, through torch's streams, events and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from headrace.core.errors import DoesNotFitError, MachineError
+from headrace.machine.device_api import DeviceMemory, Outputs
+
+# Memory that the driver takes for a process that computes with torch and Triton, where it cannot be
+# seen from the difference in free memory.
+CONTEXT_NBYTES = 600 * 2**20
+
+# Runs before a capture: kernels are compiled, cuBLAS takes its workspace, allocations settle.
+_WARM_UP_RUNS = 2
+# How torch begins the message of an error of the driver or of a kernel (c10/cuda/CUDAException.h).
+_DRIVER_ERROR = "CUDA error"
+
+
+class CudaGraph:
+    """A captured graph. All graphs of a device share one pool of memory: results of one are valid
+    until another one is replayed."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._device = device
+        self._pool = pool
+        self._graph: Any = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Callable[[], Outputs]) -> Outputs:
+        """Run ``work`` to warm up, then record it. Other threads may use the device meanwhile."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_RUNS):
+                work()
+        stream.synchronize()
+        with torch.cuda.graph(
+            self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
+            outputs = work()
+        return outputs
+
+    def replay(self) -> None:
+        """Queue the recorded work on the current stream."""
+        self._graph.replay()
+
+
+class CudaDevice:
+    """One CUDA GPU.
+
+    Raises:
+        MachineError: there is none.
+    """
+
+    backends: Sequence[str] = ("triton", "reference")
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise MachineError(
+                "no CUDA device: torch.cuda.is_available() is false",
+                hint="check the driver with nvidia-smi, and that torch is a CUDA build",
+            )
+        self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(self.torch_device)
+        torch.cuda.set_device(self.torch_device)  # Triton launches on the current one
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self.torch_device)
+
+    def event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True)
+
+    def graph(self) -> CudaGraph:
+        return CudaGraph(self.torch_device, self._pool)
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Page-locked host memory; torch rounds large blocks up to a power of two."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(
+            total_nbytes=total,
+            free_nbytes=free,
+            reserved_nbytes=torch.cuda.memory_reserved(self.torch_device),
+            allocated_nbytes=torch.cuda.memory_allocated(self.torch_device),
+        )
+
+    def limit_memory(self, nbytes: int, free_before_nbytes: int | None = None) -> int:
+        """Bound torch's allocator to what ``nbytes`` leaves beside the driver's own memory.
+
+        Raises:
+            DoesNotFitError: the driver alone takes more.
+        """
+        now = self.memory()
+        context = CONTEXT_NBYTES
+        if free_before_nbytes is not None:
+            context = max(free_before_nbytes - now.free_nbytes - now.reserved_nbytes, 0)
+        left = nbytes - context
+        if left <= 0:
+            raise DoesNotFitError(
+                f"{nbytes / 1e6:,.0f} MB of GPU memory: CUDA itself takes {context / 1e6:,.0f} MB",
+                hint="give a larger --vram-budget",
+            )
+        cuda: Any = torch.cuda
+        total: int = cuda.get_device_properties(self.torch_device).total_memory
+        cuda.set_per_process_memory_fraction(min(left / total, 1.0), self.torch_device)
+        return left
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Errors of the driver stick to the context: each later call would report them again."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return False
+        return isinstance(error, RuntimeError) and _DRIVER_ERROR in str(error)

@@ -1,0 +1,164 @@
+"""Machines that nobody here has: the catalogue of chips, links and hosts, combined by name.
+
+``rtx-4090`` is the chip with the link and the host that its record names; ``rtx-4090+pcie4x8`` and
+``rtx-4090+ddr5-5600-dual`` replace one part, ``ram=192GiB`` the host's memory. Rates are published
+peaks, not what a kernel reaches: a plan multiplies them by an engine's efficiencies.
+
+The records are the TOML files in ``catalogue/`` beside this file; each rate has its source there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.machine.profile import GpuProfile, HostProfile, LinkProfile, MachineProfile, Rate
+
+FOLDER = Path(__file__).with_name("catalogue")
+UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+
+# What one kernel costs the stream that runs it. A CUDA graph's kernels follow each other within 1 to
+# 2 us; without a graph each costs the host about 5 us (NVIDIA developer blog, "Getting started with
+# CUDA graphs", 2019: 9.6 us launched one by one, 3.4 us in a graph of 2.9 us kernels, on a V100).
+GRAPH_KERNEL_S = 1.5e-6
+THREAD_WAKE_S = 10e-6
+DISK_GBPS = 7.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One record of the catalogue. ``rates``: name -> (value, source), in the file's units."""
+
+    name: str
+    kind: str  # "gpu", "link" or "host"
+    title: str
+    memory_nbytes: int
+    rates: Mapping[str, tuple[float, str]]
+    raw: Mapping[str, Any]
+
+    @property
+    def standing(self) -> str:
+        """How sure the record is: "published", or what kinds of doubt its sources state."""
+        sources = [source for _, source in self.rates.values()]
+        words = [w for w in ("estimate", "unverified") if any(s.startswith(w) for s in sources)]
+        return " + ".join(words) or "published"
+
+
+@cache
+def parts() -> dict[str, Part]:
+    """Every record by name, in the order of the files."""
+    found: dict[str, Part] = {}
+    for kind in ("gpu", "link", "host"):
+        table = tomllib.loads((FOLDER / f"{kind}s.toml").read_text(encoding="utf-8"))
+        for name, raw in table.items():
+            rates = {rate: (float(value), source) for rate, (value, source) in raw["rates"].items()}
+            memory = memory_nbytes(raw["memory"]) if "memory" in raw else 0
+            found[name] = Part(name, kind, raw["title"], memory, rates, raw)
+    return found
+
+
+def memory_nbytes(text: str, param: str = "--machine") -> int:
+    """``"16GiB"`` -> bytes."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([MGT]i?B)", text)
+    if match is None:
+        raise ConfigError(
+            f"{param}: {text!r} is not a size",
+            hint="a number with one of the units " + ", ".join(UNITS),
+            param=param,
+        )
+    return round(float(match[1]) * UNITS[match[2]])
+
+
+def known_machine(name: str) -> MachineProfile:
+    """The machine that ``name`` describes: parts joined by ``+``.
+
+    Raises:
+        ConfigError: a part is not in the catalogue, or two parts are of one kind.
+    """
+    chosen: dict[str, Part] = {}
+    ram: int | None = None
+    for word in name.lower().split("+"):
+        word = word.strip()
+        if word.startswith("ram="):
+            ram = memory_nbytes(name[name.lower().index("ram=") + 4 :].split("+")[0].strip())
+            continue
+        part = parts().get(word)
+        if part is None:
+            raise ConfigError(
+                f"--machine: {word!r} is not in the catalogue" + _nearest(word, parts()),
+                hint="`headrace plan --machine list` prints every chip, link and host",
+                param="--machine",
+            )
+        if part.kind in chosen:
+            raise ConfigError(
+                f"--machine: {chosen[part.kind].name!r} and {word!r} are both a {part.kind}",
+                hint="one GPU, one link and one host, joined by +",
+                param="--machine",
+            )
+        chosen[part.kind] = part
+    return _assemble(name, chosen, ram)
+
+
+def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachineProfile:
+    gpu = chosen.get("gpu")
+    if gpu is not None:
+        chosen.setdefault("link", parts()[gpu.raw["link"]])
+        chosen.setdefault("host", parts()[gpu.raw["host"]])
+    host = chosen.get("host")
+    if host is None or (gpu is None and "link" in chosen):
+        raise ConfigError(
+            f"--machine: {name!r} has neither a GPU nor a host",
+            hint="a link joins them: for example rtx-4090+pcie4x16+ddr5-5600-dual",
+            param="--machine",
+        )
+    rates = {"dram_read": _rate(*host.rates["dram_read"])}
+    rates["cpu_flops_f32"] = _flops(*host.rates["f32"])
+    rates["disk_read"] = Rate(DISK_GBPS, "GB/s", "alone", "estimate: an NVMe drive on PCIe 4.0 x4")
+    rates["thread_wake"] = Rate(THREAD_WAKE_S, "s", "alone", "estimate")
+    if gpu is not None:
+        rates["pcie_h2d"] = _rate(*chosen["link"].rates["pcie_h2d"])
+        rates["kernel_launch"] = Rate(GRAPH_KERNEL_S, "s", "alone", "estimate: inside a CUDA graph")
+        for rate, (value, source) in gpu.rates.items():
+            if rate in ("hbm_read", "link"):
+                rates[rate] = _rate(value, source)
+            else:
+                rates[f"gpu_flops_{rate}"] = _flops(value, source)
+    return MachineProfile(
+        name=name.lower(),
+        origin="catalogued",
+        host=HostProfile(host.title, int(host.raw["cores"]), ram or host.memory_nbytes),
+        gpu=None if gpu is None else _gpu(gpu),
+        link=None if gpu is None else LinkProfile(chosen["link"].title),
+        rates=rates,
+    )
+
+
+def _gpu(part: Part) -> GpuProfile:
+    return GpuProfile(
+        part.title,
+        part.memory_nbytes,
+        str(part.raw["architecture"]),
+        int(part.raw["sms"]),
+        bool(part.raw.get("unified", False)),
+    )
+
+
+def _rate(gbps: float, source: str) -> Rate:
+    return Rate(gbps, "GB/s", "alone", source)
+
+
+def _flops(tflops: float, source: str) -> Rate:
+    return Rate(tflops * 1e3, "GFLOP/s", "alone", source)
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    """The names closest to a mistyped one, as the end of a sentence."""
+    near = difflib.get_close_matches(word, list(names), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,249 @@
+"""Launches of the expert kernels, and the buffers between them.
+
+``ExpertLauncher`` knows where the parts of a slice lie and how many programs and warps to use; it
+allocates everything once, so that its calls can be captured in a CUDA graph.
+"""
+
+# pyright: reportIndexIssue=false, reportCallIssue=false
+# ``kernel[grid](...)`` is Triton's launch syntax.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.core.errors import UnsupportedModelError
+from headrace.ops.records import Activation
+from headrace.ops.triton.expert_gather import expert_gather
+from headrace.ops.triton.expert_matvec import (
+    bf16_down,
+    bf16_gate_up,
+    expert_await,
+    expert_combine,
+    expert_prepare,
+    mxfp4_down,
+    mxfp4_gate_up,
+)
+from headrace.ops.triton.expert_plan import (
+    COUNT_FETCHES,
+    COUNT_HITS,
+    STATE_FAILED,
+    STATE_SEQ,
+)
+from headrace.ops.triton.expert_state import PlanState
+
+FORMATS = ("mxfp4", "bf16")
+WEIGHTS_OF_SCALE = 32  # MXFP4
+WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
+NUM_PLANES = 5
+MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
+MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
+COMBINE_COLS = 512
+BF16_TILE = 16
+
+
+@dataclass(frozen=True)
+class SliceGeometry:
+    """What the kernels must know of a slab: byte offsets of the parts in a slice.
+
+    gate_up, down: (weights, scales, bias); 0 where there is no such part
+    """
+
+    format: str
+    hidden: int
+    width: int
+    num_slices: int
+    slice_nbytes: int
+    has_bias: bool
+    gate_up: tuple[int, int, int]
+    down: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class RequestOffsets:
+    """int32 offsets in the request block."""
+
+    ack: int
+    abort: int
+    x: int
+    out: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
+
+    gate_up_programs: int = 2
+    gate_up_warps: int = 8
+    gate_up_tile: int = 16  # rows; a multiple of 16, since eight results are quantised together
+    gate_up_registers: int | None = None
+    down_programs: int = 4
+    down_warps: int = 4
+    down_tile: int = 32
+    down_registers: int | None = None
+    gather_programs: int = 24  # on the whole GPU
+    gather_warps: int = 8
+    gather_words: int = 2048
+    # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
+    await_spins: int = 5_000_000
+
+
+class ExpertLauncher:
+    """The expert kernels of one model on one device.
+
+    Args:
+        state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
+        arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
+        bases: int64 [L], device tensor with the addresses of the layers' first slabs.
+        multiprocessors: of the device.
+    """
+
+    def __init__(
+        self,
+        geometry: SliceGeometry,
+        state: PlanState,
+        arena: torch.Tensor,
+        bases: torch.Tensor,
+        act: Activation,
+        request: RequestOffsets,
+        multiprocessors: int,
+        tuning: Tuning | None = None,
+    ) -> None:
+        if geometry.format not in FORMATS:
+            raise UnsupportedModelError(
+                f"the GPU has no expert kernels for {geometry.format}",
+                hint=f"supported: {', '.join(FORMATS)}; --experts cpu serves the other formats",
+            )
+        self.tuning = tuning or Tuning()
+        self._geometry, self._state, self._arena, self._bases = geometry, state, arena, bases
+        self._act, self._request, self._sms = act, request, multiprocessors
+        self._mxfp4 = geometry.format == "mxfp4"
+        self._block = state.counts if state.block is None else state.block
+        self._has_cpu = state.block is not None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        g, plan, device = self._geometry, self._state.geometry, self._arena.device
+        tokens, pairs, inner = plan.max_tokens, plan.max_uses, g.width * g.num_slices
+        if self._mxfp4:
+            shapes = [(tokens, g.hidden), (pairs, inner)]
+            self._planes, self._h_planes = (
+                torch.zeros(n, NUM_PLANES, k // 8, dtype=torch.int32, device=device)
+                for n, k in shapes
+            )
+            self._units, self._h_units = (
+                torch.zeros(n, k // w, device=device)
+                for (n, k), w in zip(shapes, (WEIGHTS_OF_SCALE, WEIGHTS_OF_UNIT))
+            )
+            self._h = self._h_units
+        else:
+            self._h = torch.zeros(pairs, inner, device=device)
+            self._planes = self._h_planes = self._state.counts
+            self._units = self._h_units = self._h
+        self.partial = torch.zeros(pairs, g.num_slices, g.hidden, device=device)
+
+    def prepare(self, x: torch.Tensor) -> None:
+        """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
+        blocks = -(-self._geometry.hidden // WEIGHTS_OF_SCALE)
+        if not (self._has_cpu or self._mxfp4):
+            return
+        expert_prepare[(x.shape[0],)](
+            x, self._planes, self._units, self._block, self._request.x, self._geometry.hidden,
+            _power_of_two(blocks), self._mxfp4, self._has_cpu, num_warps=4,
+        )  # fmt: skip
+
+    def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
+        """Copy the planned fetches (or those of a list of the caller's) into their slots."""
+        t = self.tuning
+        expert_gather[(t.gather_programs,)](
+            self._bases, self._arena, self._state.fetches if fetches is None else fetches, self._state.counts, layer,
+            self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
+        )  # fmt: skip
+
+    def hits(self, x: torch.Tensor) -> None:
+        """Compute the planned hits."""
+        self.compute(x, self._state.hits, COUNT_HITS.value)
+
+    def fetched(self, x: torch.Tensor) -> None:
+        """Compute what ``gather`` brought."""
+        self.compute(x, self._state.fetches, COUNT_FETCHES.value)
+
+    def compute(
+        self, x: torch.Tensor, entries: torch.Tensor, which: int, only: str | None = None
+    ) -> None:
+        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
+        if only != "down":
+            self._gate_up(x, entries, which)
+        if only != "gate_up":
+            self._down(entries, which)
+
+    def _gate_up(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
+        g, s, t, act = self._geometry, self._state, self.tuning, self._act
+        sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
+        gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
+        weights, scales, bias = g.gate_up
+        grid = (t.gate_up_programs * self._sms,)
+        if self._mxfp4:
+            mxfp4_gate_up[grid](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
+                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
+                weights, scales, bias, *sizes, *gate, _blocks_at_once(g.hidden), t.gate_up_tile,
+                t.gate_up_warps, num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
+            )  # fmt: skip
+        else:
+            bf16_gate_up[grid](
+                self._arena, entries, s.counts, s.pair_token, x, self._h, which, g.slice_nbytes,
+                weights, bias, *sizes, *gate, _columns_at_once(g.hidden), BF16_TILE, num_warps=4,
+            )  # fmt: skip
+
+    def _down(self, entries: torch.Tensor, which: int) -> None:
+        g, s, t = self._geometry, self._state, self.tuning
+        sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
+        weights, scales, bias = g.down
+        grid = (t.down_programs * self._sms,)
+        if self._mxfp4:
+            mxfp4_down[grid](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
+                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
+                bias, *sizes, _blocks_at_once(g.width), t.down_tile, t.down_warps,
+                num_warps=t.down_warps, maxnreg=t.down_registers,
+            )  # fmt: skip
+        else:
+            bf16_down[grid](
+                self._arena, entries, s.counts, s.pair_weight, self._h, self.partial, which,
+                g.slice_nbytes, weights, bias, *sizes, _columns_at_once(g.width), BF16_TILE,
+                num_warps=4,
+            )  # fmt: skip
+
+    def await_cpu(self) -> None:
+        """Wait for the CPU's answer to this layer's request, if there is one."""
+        if self._has_cpu:
+            expert_await[(1,)](
+                self._state.counts, self._state.state, self._block, self._request.ack,
+                self._request.abort, STATE_SEQ.value, STATE_FAILED.value, self.tuning.await_spins,
+                num_warps=1,
+            )  # fmt: skip
+
+    def combine(self, num_tokens: int) -> torch.Tensor:
+        """Sum what the paths computed: float32 [T, D]."""
+        g, s = self._geometry, self._state
+        out = torch.empty(num_tokens, g.hidden, device=self._arena.device)
+        block = s.counts if s.block is None else s.block.view(torch.float32)
+        expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
+            self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
+            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS, num_warps=4,
+        )  # fmt: skip
+        return out
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _columns_at_once(columns: int) -> int:
+    return min(MAX_COLUMNS, _power_of_two(columns))
+
+
+def _blocks_at_once(columns: int) -> int:
+    return min(MAX_BLOCKS, _power_of_two(-(-columns // WEIGHTS_OF_SCALE)))

@@ -1,0 +1,89 @@
+"""What the interpreter accepts must also compile, here for a GPU that is not here (sm_90)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fixtures.triton_compile import cross_compile
+from tests.fixtures.triton_interpreter import needs_triton
+
+pytestmark = [needs_triton, pytest.mark.slow]
+
+PACKAGE = "headrace.ops.triton"
+SMALL = {"num_warps": 4, "num_stages": 4}
+INT = ("num_tokens", "cols", "rows0", "rows1", "rows2", "stride0", "stride1", "stride2", "num_rows")
+INT += ("gate_stride", "up_stride", "window", "heads", "group", "block_tokens", "dim", "half", "k")
+INT += ("stride_table", "stride_block", "stride_head", "num_sequences", "num_experts", "row_stride")
+INT += ("gate_expert", "gate_row", "up_expert", "up_row", "down_expert", "down_row")
+SINGLE = ("num_tokens", "heads", "group", "k", "num_sequences", "num_experts", "window")
+FLOAT = ("scale", "alpha", "limit", "eps")
+TYPES = {
+    **dict.fromkeys(INT, "i32"),
+    **dict.fromkeys(FLOAT, "fp32"),
+    **dict.fromkeys(("table", "w0", "w1", "w2", "gate", "up", "down", "keys", "values"), "*bf16"),
+    **dict.fromkeys(("tables", "query_start", "context_lens"), "*i32"),
+    **dict.fromkeys(("positions", "slots"), "*i64"),
+}
+
+
+def spec(module: str, kernel: str, constexprs: dict[str, object], **changes: str):
+    """A kernel with the types of a bfloat16 model; what is not named is a float32 tensor."""
+    signature = {**TYPES, **changes}
+    return {
+        "kernel": f"{PACKAGE}.{module}:{kernel}",
+        "signature": signature,
+        "constexprs": constexprs,
+        "multiples": [name for name in INT if name not in SINGLE],
+        "options": SMALL if module == "few_rows" else {"num_warps": 4, "num_stages": 3},
+    }
+
+
+ATTENTION = {"DIM": 64, "TILE": 64, "PRECISION": "tf32"}
+PARTS = {"MIN_PART": 256, "PARTS": 64}
+SPECS = [
+    spec("rows", "embed_kernel", {"BLOCK": 1024}, ids="*i64"),
+    spec("rows", "rmsnorm_kernel", {"BLOCK": 4096}),
+    spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
+    spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
+    spec(
+        "router",
+        "router_topk_kernel",
+        {"SOFTMAX_FIRST": False, "NORMALIZE": True, "EXPERTS": 128, "K": 4},
+        ids="*i32",
+    ),
+    spec(
+        "few_rows",
+        "linear_kernel",
+        dict.fromkeys(("HAS_B0", "HAS_B1", "HAS_B2", "HAS_RESIDUAL"), True)
+        | {"TOKENS": 16, "ROWS": 16, "TILE": 128},
+    ),
+    spec(
+        "few_rows", "gated_kernel", {"CLAMPED": True, "TOKENS": 16, "ROWS": 32, "TILE": 128}
+    ),
+    spec("attention_decode", "part_kernel", {**ATTENTION, **PARTS, "GROUP": 16}),
+    spec(
+        "attention_decode",
+        "merge_kernel",
+        {**PARTS, "DIM": 64, "HAS_SINKS": True, "LOG2": 1.4426950408889634},
+    ),
+    spec(
+        "attention_prefill",
+        "prefill_kernel",
+        {**ATTENTION, "ROWS": 64, "HAS_SINKS": True, "LOG2": 1.4426950408889634},
+    ),
+    spec(
+        "mixture",
+        "pair_gated_kernel",
+        {"HAS_BIAS": True, "CLAMPED": True, "ROWS": 16, "TILE": 256},
+        ids="*i32",
+    ),
+    spec("mixture", "pair_down_kernel", {"HAS_BIAS": True, "ROWS": 16, "TILE": 256}, ids="*i32"),
+]  # fmt: skip
+
+
+def test_every_kernel_compiles_for_hopper():
+    results = cross_compile(SPECS)
+    assert not [r for r in results if "error" in r]
+    for result in results:
+        assert result["shared"] <= 227 * 1024, result  # what a block may have on sm_90
+        assert result["spills"] == 0, result

@@ -1,0 +1,154 @@
+"""The plan kernel decides what the oracle decides, over random routing and cache states."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.experts import plan_oracle as oracle
+from headrace.experts.request_block import request_block
+from tests.fixtures.triton_interpreter import DEVICE, needs_triton
+
+pytestmark = needs_triton
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, object]:
+    experts, slices = draw(st.integers(2, 9)), draw(st.integers(1, 5))
+    top_k = draw(st.integers(1, min(4, experts)))
+    tokens = draw(st.sampled_from([1, 2, 3, 5]))
+    max_fetch = draw(st.integers(0, 8))
+    shape = oracle.PlanShape(
+        num_layers=2,
+        num_experts=experts,
+        num_slices=slices,
+        num_slots=draw(st.integers(1, 14)),
+        max_fetch=max_fetch,
+        window=draw(st.sampled_from([4, 8, 16])),
+    )
+    most = min(tokens * top_k, experts) * slices
+    split = [draw(st.integers(0, m)) for m in range(most + 1)]
+    chosen = st.lists(st.integers(-1, experts - 1), min_size=top_k, max_size=top_k, unique=True)
+    steps = draw(
+        st.lists(st.lists(chosen, min_size=tokens, max_size=tokens), min_size=2, max_size=8)
+    )
+    return {
+        "shape": shape, "split": split, "steps": steps, "top_k": top_k, "tokens": tokens,
+        "half_life": draw(st.sampled_from([0.7, 3.0, 32.0])),
+    }  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_the_kernel_decides_what_the_oracle_decides(case: dict) -> None:
+    _replay(**case)
+
+
+def test_sixteen_tokens_of_eight_experts() -> None:
+    generator = torch.Generator().manual_seed(4)
+    shape = oracle.PlanShape(2, 128, 4, 60, 32, 256)
+    steps = [
+        torch.rand(16, 128, generator=generator).topk(8).indices.tolist() for _ in range(4)
+    ]  # fmt: skip
+    _replay(shape, [m // 3 for m in range(128 * 4 + 1)], steps, 8, 16, 32.0)
+
+
+def _replay(
+    shape: oracle.PlanShape,
+    split: list[int],
+    steps: list[list[list[int]]],
+    top_k: int,
+    tokens: int,
+    half_life: float,
+) -> None:
+    from headrace.ops.triton import expert_state
+
+    tables = oracle.new_tables(shape, half_life)
+    where = request_block(
+        max_tokens=tokens, top_k=top_k, num_experts=shape.num_experts,
+        num_slices=shape.num_slices, hidden=8,
+    )  # fmt: skip
+    request = tuple(
+        at // 4 for at in (where.header, where.items, where.pair_token, where.pair_weight)
+    )
+    geometry = expert_state.PlanGeometry(
+        shape.num_layers, shape.num_experts, shape.num_slices, shape.num_slots, shape.max_fetch,
+        shape.window, tokens, top_k, request,
+    )  # fmt: skip
+    block = torch.zeros(where.nbytes // 4, dtype=torch.int32)
+    if DEVICE.type == "cuda":
+        block = block.pin_memory()
+    state = expert_state.new_plan_state(geometry, tables.decay, DEVICE, block)
+    state.split[: len(split)] = torch.tensor(split, dtype=torch.int32)
+    seq = 0
+    for number, ids in enumerate(steps):
+        oracle.begin_step(shape, tables)
+        expert_state.start_step(state)
+        if shape.max_fetch:
+            assert state.victims.tolist() == tables.victims
+        for layer in range(shape.num_layers):
+            rows = ids if layer == 0 else steps[(number * 3 + 1) % len(steps)]
+            weights = [[(0.5 + t + j) / 8 for j in range(top_k)] for t in range(tokens)]
+            plan = oracle.plan_layer(shape, tables, layer, rows, weights, split)
+            expert_state.plan_layer(
+                state, layer,
+                torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+                torch.tensor(weights, device=DEVICE),
+            )  # fmt: skip
+            _compare(state, plan, shape)
+            _compare_tables(state, tables)
+            seq += bool(plan.cpu)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            assert int(block[0]) == seq
+            if plan.cpu:
+                _compare_request(block, request, plan, layer, tokens)
+    assert int(state.totals[3]) == len(steps) * shape.num_layers
+
+
+def _entries(entries: tuple[oracle.Entry, ...], shape: oracle.PlanShape) -> list[list[int]]:
+    return [
+        [e.slot, e.expert * shape.num_slices + e.slice_index, e.first_pair, e.num_pairs]
+        for e in entries
+    ]  # fmt: skip
+
+
+def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> None:
+    counts = state.counts.tolist()
+    assert counts[:6] == [
+        len(plan.hits), len(plan.fetches), len(plan.cpu), len(plan.pairs), plan.num_missing,
+        sum(plan.admitted),
+    ]  # fmt: skip
+    assert state.hits[: counts[0]].tolist() == _entries(plan.hits, shape)
+    assert state.fetches[: counts[1]].tolist() == _entries(plan.fetches, shape)
+    assert state.pair_of.tolist() == list(plan.pair_of)
+    pairs = len(plan.pairs)
+    assert state.pair_token[:pairs].tolist() == [token for token, _ in plan.pairs]
+    assert state.pair_weight[:pairs].tolist() == [weight for _, weight in plan.pairs]
+    here = [0] * pairs
+    for entry in (*plan.hits, *plan.fetches):
+        for pair in range(entry.first_pair, entry.first_pair + entry.num_pairs):
+            here[pair] |= 1 << entry.slice_index
+    assert state.on_gpu[:pairs].tolist() == here
+
+
+def _compare_tables(state: object, tables: oracle.CacheTables) -> None:
+    assert state.slot_of.tolist() == tables.slot_of
+    assert state.owner_of.tolist() == tables.owner_of
+    assert state.score.tolist() == tables.score
+    assert state.last_use.tolist() == tables.last_use
+    assert state.state.tolist()[:2] == [tables.now, tables.cursor]
+
+
+def _compare_request(
+    block: torch.Tensor, at: tuple[int, ...], plan: oracle.LayerPlan, layer: int, tokens: int
+) -> None:
+    header, items, pair_token, pair_weight = at
+    assert block[header : header + 4].tolist() == [layer, tokens, len(plan.cpu), len(plan.pairs)]
+    found = block[items : items + 4 * len(plan.cpu)].view(-1, 4).tolist()
+    assert found == [[c.expert, c.slice_index, c.first_pair, c.num_pairs] for c in plan.cpu]
+    count = len(plan.pairs)
+    assert block[pair_token : pair_token + count].tolist() == [token for token, _ in plan.pairs]
+    found = block[pair_weight : pair_weight + count].view(torch.float32).tolist()
+    assert found == [weight for _, weight in plan.pairs]

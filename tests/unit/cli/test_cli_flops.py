@@ -1,0 +1,75 @@
+"""`headrace flops`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["flops", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_list_filters(capsys: pytest.CaptureFixture[str]):
+    every = json.loads(output(capsys, "list", "--json"))
+    assert len(every) == 180
+    assert json.loads(output(capsys, "list", "--json", "--status", "contested"))[0][
+        "id"
+    ].startswith("sd-")
+    pcie = json.loads(output(capsys, "list", "--json", "--resource", "pcie", "--bound", "pcie"))
+    assert {"expert-fetch"} <= {row["id"] for row in pcie}
+    assert all(row["bound"] == "pcie" for row in pcie)
+    both = json.loads(output(capsys, "list", "--json", "speculat", "acceptance"))
+    assert 0 < len(both) < len(every)
+    assert "CLASS" in output(capsys, "list", "router")
+    assert output(capsys, "list", "no such words") == ""
+
+
+def test_show_puts_numbers_in(capsys: pytest.CaptureFixture[str]):
+    text = output(capsys, "show", "lm-head", "--set", "V=1000", "--set", "d=100")
+    assert "204 kB" in text  # 1000 x 100 bf16 weights, a row of 100 in and 1000 float32 logits out
+    data = json.loads(output(capsys, "show", "flops/lm-head", "--json", "--machine", "wafer"))
+    assert data["at"]["machine"] == "wafer"
+    assert data["leans_on"] == ["decode-gemm", "embedding"]
+    rule = output(capsys, "show", "tensor-memory")
+    assert "columns in [32, 64, 128, 256, 512]" in rule
+
+
+def test_show_of_a_real_model(capsys: pytest.CaptureFixture[str]):
+    data = json.loads(output(capsys, "show", "moe-routing", "--json", "--model", "tiny"))
+    assert data["at"]["flops"] > 0
+
+
+def test_a_machine_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from headrace.explain.catalogue.load import load_symbols
+
+    load_symbols().machines["h100"].save(tmp_path / "mine.json")
+    text = output(capsys, "show", "lm-head", "--machine", str(tmp_path / "mine.json"))
+    assert "on h100" in text
+
+
+def test_check_and_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = json.loads(output(capsys, "check", "--json"))
+    assert found["failed"] == []
+    assert found["checks"] > 200
+    output(capsys, "site", str(tmp_path / "pages"))
+    assert (tmp_path / "pages" / "class" / "decode-gemm.html").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["show", "nonsense"],
+        ["show", "lm-head", "--set", "V"],
+        ["show", "lm-head", "--set", "nothing=1"],
+        ["show", "lm-head", "--machine", "nothing"],
+        ["list", "--bound", "nothing"],
+        ["list", "--resource", "nothing"],
+    ],
+)
+def test_wrong_input_says_what_is_known(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["flops", *argv]) == 2
+    assert "error:" in capsys.readouterr().err

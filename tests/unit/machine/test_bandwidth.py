@@ -1,0 +1,180 @@
+"""What is measured, in which circumstances, and what follows: with fake loads and a fake GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.machine.bandwidth import HostLoads, Load, Measurement
+from headrace.machine.link import link_peak_gbps, read_link
+from headrace.machine.probe import Machine, probe_machine
+from headrace.machine.profile import GpuProfile, LinkProfile, MachineProfile
+from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps
+from tests.fixtures.fake_host import smt_cores, write, write_meminfo, write_topology
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    write_topology(tmp_path, smt_cores(8))
+    write_meminfo(tmp_path, total_kib=64 << 20, available_kib=60 << 20)
+    write(tmp_path / "proc/cpuinfo", "model name : Toy 9000\nflags : avx2")
+    return probe_machine(tmp_path, affinity=range(16))
+
+
+class FakeGpu:
+    """A link of 50 GB/s; what runs beside it can see that it is busy."""
+
+    def __init__(self) -> None:
+        self.profile = GpuProfile("Toy GPU", 8 << 30, "sm_90")
+        self.link = self
+        self.busy = False
+        self.kinds: list[str] = []
+
+    def rate(self, kind: str, busy: Callable[[], bool]) -> float:
+        self.busy = True
+        self.kinds.append(kind)
+        while busy():
+            time.sleep(0.001)
+        self.busy = False
+        return 45.0
+
+    def rate_alone(self, kind: str, seconds: float) -> float:
+        return 50.0
+
+    def hbm_read_gbps(self) -> float:
+        return 4000.0
+
+    def product_gflops(self, dtype: str) -> float | None:
+        return None if dtype == "fp8" else 9e5
+
+    def launch_times(self) -> dict[str, float]:
+        return {"kernel_launch": 4e-6, "graph_launch": 6e-6, "graph_kernel": 1e-6}
+
+    def flag_round_trip_s(self) -> float | None:
+        return None  # lost
+
+
+class FakeHost:
+    """Reads 10 GB/s a thread; experts likewise, and half of it with all cores beside the link."""
+
+    def __init__(self, gpu: FakeGpu | None) -> None:
+        self.gpu = gpu
+        self.seen: list[tuple[int, int]] = []
+        self.opened: list[str] = []
+
+    def read(self, threads: int, cpus: Sequence[int], seconds: float) -> float:
+        time.sleep(0.005)  # so that the link can begin
+        self.seen.append((threads, len(cpus)))
+        return 10.0 * threads
+
+    def experts(self, threads: int, cpus: Sequence[int], seconds: float) -> float:
+        time.sleep(0.005)
+        crowded = self.gpu is not None and self.gpu.busy and threads >= 8
+        return 9.0 * threads / (2 if crowded else 1)
+
+    @contextmanager
+    def open(self, fmt: str) -> Generator[Load, None, None]:
+        self.opened.append(fmt)
+        yield self.experts
+
+
+def measure(machine: Machine, gpu: FakeGpu | None) -> tuple[MachineProfile, FakeHost]:
+    host = FakeHost(gpu)
+    opens = {fmt: lambda fmt=fmt: host.open(fmt) for fmt in ("mxfp4", "bf16")}
+    link = LinkProfile("PCIe 5.0 x16")
+    loads = HostLoads(host.read, opens)
+    stages: list[float] = []
+    profile = Measurement(
+        machine, loads, gpu, link, lambda stage, done: stages.append(done), seconds=0.001
+    ).run()
+    assert stages == sorted(stages)
+    assert stages[-1] == 1.0
+    return MachineProfile.from_json(profile.to_json()), host
+
+
+def test_beside_a_gpu_the_sum_of_both_paths_decides(machine: Machine) -> None:
+    profile, host = measure(machine, FakeGpu())
+    # alone 15 threads win; beside the link 7 give 63, 8 give 36 and 15 give 67.5 of 135
+    assert profile.gbps("cpu_experts_mxfp4_t15") == 135
+    assert profile.gbps("cpu_experts_mxfp4_t8_overlapped") == 36
+    assert profile.best_threads == 15
+    assert profile.gbps("cpu_experts_mxfp4_overlapped") == 67.5
+    assert profile.gbps("cpu_experts_bf16") == 135
+    assert profile.gbps("dram_read") == 150
+    assert {t for t, _ in host.seen} == {1, 2, 4, 7, 8, 15}
+    assert all(cpus == threads for threads, cpus in host.seen)
+    assert host.opened == ["mxfp4", "bf16"]  # the experts in mxfp4 are made once
+
+
+def test_rates_alone_and_overlapped_stand_side_by_side(machine: Machine) -> None:
+    gpu = FakeGpu()
+    profile, _ = measure(machine, gpu)
+    for kind in ("h2d", "d2h", "gather"):
+        assert profile.gbps(f"pcie_{kind}") == 50
+        assert profile.gbps(f"pcie_{kind}_overlapped") == 45
+    assert set(gpu.kinds) == {"h2d", "d2h", "gather"}
+    assert profile.rates["kernel_launch"].unit == "s"
+    assert profile.rates["gpu_flops_bf16"].value == 9e5
+    # what could not be measured is not in the profile
+    assert "gpu_flops_fp8" not in profile.rates
+    assert "flag_round_trip" not in profile.rates
+    assert profile.link == LinkProfile("PCIe 5.0 x16")
+    assert profile.measured_at.endswith("+00:00")
+
+
+def test_without_a_gpu_there_are_host_rates_only(machine: Machine) -> None:
+    profile, _ = measure(machine, None)
+    assert (profile.gpu, profile.link) == (None, None)
+    assert profile.best_threads == 15
+    assert not any(name.endswith("overlapped") for name in profile.rates)
+    assert not any(name.startswith(("pcie", "gpu", "hbm")) for name in profile.rates)
+    assert profile.rates["cpu_flops_f32"].unit == "GFLOP/s"
+
+
+def test_without_expert_kernels_the_read_loop_chooses(machine: Machine) -> None:
+    host = FakeHost(None)
+    profile = Measurement(machine, HostLoads(host.read, {}), seconds=0.001).run()
+    assert profile.best_threads == 15
+    assert profile.gbps("dram_read") == 150
+    assert not any(name.startswith("cpu_experts") for name in profile.rates)
+
+
+def test_threads_of_torch_are_put_back(machine: Machine) -> None:
+    before = torch.get_num_threads()
+    measure(machine, None)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "peak"),
+    [
+        ("5, 16\n", "PCIe 5.0 x16", 63.0),
+        ("4, 8\n4, 8\n", "PCIe 4.0 x8", 15.75),
+        ("3, 16", "PCIe 3.0 x16", 15.75),
+    ],
+)
+def test_the_link_and_its_peak(text: str, name: str, peak: float) -> None:
+    link = read_link(lambda command: text)
+    assert link == LinkProfile(name)
+    assert link_peak_gbps(link) == pytest.approx(peak, abs=0.02)
+
+
+@pytest.mark.parametrize("text", [None, "", "[N/A], [N/A]\n", "5\n"])
+def test_an_unknown_link(text: str | None) -> None:
+    assert read_link(lambda command: text) is None
+    assert link_peak_gbps(None) is None
+    assert link_peak_gbps(LinkProfile("NVLink-C2C")) is None
+
+
+def test_quick_probes_give_a_rate() -> None:
+    assert dram_read_gbps(2, nbytes=8 << 20) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_quick_pcie_probe_without_a_gpu() -> None:
+    assert pcie_h2d_gbps() is None
