@@ -61,7 +61,8 @@ def directions(moments: torch.Tensor, rank: int) -> torch.Tensor:
     The sign of each is chosen so that its largest component is positive: results do not depend on
     the linear-algebra library's choice.
     """
-    vectors = torch.linalg.eigh(moments).eigenvectors.flip(-1)[..., :rank].transpose(-2, -1)
+    found: tuple[torch.Tensor, torch.Tensor] = torch.linalg.eigh(moments)  # pyright: ignore[reportUnknownMemberType]
+    vectors = found[1].flip(-1)[..., :rank].transpose(-2, -1)
     largest = vectors.gather(-1, vectors.abs().argmax(-1, keepdim=True))
     return (vectors * largest.sign()).float().contiguous()
 

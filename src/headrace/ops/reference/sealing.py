@@ -72,7 +72,7 @@ def e2m1_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def grouped(x: torch.Tensor) -> torch.Tensor:
     """[..., D] -> [..., D / 16, 2, 8]: the groups of channels that share a scale."""
-    half = x.unflatten(-1, (2, x.shape[-1] // KEY_GROUP, KEY_GROUP // 2))
+    half = x.reshape(*x.shape[:-1], 2, x.shape[-1] // KEY_GROUP, KEY_GROUP // 2)
     return half.transpose(-3, -2)
 
 
