@@ -9,7 +9,6 @@ means belong to one request, so its pages cannot be shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,17 +61,18 @@ class Variant:
     contiguous: bool = False  # groups of 16 neighbours instead of 8 and 8 half a head apart
 
 
+# The most important first: a run that is stopped has those.
 VARIANTS: tuple[Variant, ...] = (
     Variant("float32"),
     Variant("bf16", "bf16", "bf16"),
     Variant("fp8", "fp8", "fp8", own_page=True),
     Variant("direct", "nvfp4", "fp8", contiguous=True),
-    Variant("centred", "paged", "fp8", first=False),
-    Variant("direct, queries too", "nvfp4", "fp8", "nvfp4", contiguous=True),
-    Variant("paper", "nvfp4", "fp8", "nvfp4", means=True, contiguous=True),
-    Variant("full NVFP4", "nvfp4", "nvfp4", "nvfp4", "nvfp4", contiguous=True),
-    Variant("nvfp4k-fp8v, R = 0", "paged", "fp8", own_page=True),
     Variant("nvfp4k-fp8v, R = 4", "paged", "fp8", rank=4, own_page=True),
+    Variant("nvfp4k-fp8v, R = 0", "paged", "fp8", own_page=True),
+    Variant("paper", "nvfp4", "fp8", "nvfp4", means=True, contiguous=True),
+    Variant("direct, queries too", "nvfp4", "fp8", "nvfp4", contiguous=True),
+    Variant("centred", "paged", "fp8", first=False),
+    Variant("full NVFP4", "nvfp4", "nvfp4", "nvfp4", "nvfp4", contiguous=True),
 )
 
 
@@ -285,7 +285,3 @@ def _paged(x: torch.Tensor, page: int) -> torch.Tensor:
     if missing:
         x = torch.cat((x, x[:, -1:].expand(-1, missing, -1)), 1)
     return x.unflatten(1, (-1, page)).transpose(0, 1).bfloat16()
-
-
-def names(variants: Sequence[Variant]) -> list[str]:
-    return [v.name for v in variants]

@@ -61,7 +61,9 @@ class ExpertReader:
         shape = self._shapes[f"experts.{name}"]
         experts = range(shape[0])
         if self._source.has(f"{prefix}experts.0.{name}"):
-            return self._source.matrices([f"{prefix}experts.{e}.{name}" for e in experts], shape[1:])
+            return self._source.matrices(
+                [f"{prefix}experts.{e}.{name}" for e in experts], shape[1:]
+            )
         stacked = self._stacked(f"{prefix}experts.{name}", shape)
         return [stacked.expert(e) for e in experts]
 
