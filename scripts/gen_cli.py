@@ -26,6 +26,7 @@ Environment variables:
 | variable | meaning |
 | --- | --- |
 | `HEADRACE_MODELS` | a folder of models: their names can be given as MODEL, and `models` lists them |
+| `HEADRACE_PROFILES` | the folder of measured machine profiles, instead of one in the user's cache |
 | `HEADRACE_API_KEY` | the key that `serve` asks for, out of sight of other users of the machine |
 | `HEADRACE_ISA` | the CPU kernels' instruction set: `scalar`, `avx2`, `avx512` (same bits) or `avx512_vnni` |
 | `HEADRACE_TRACEBACK` | `1` prints the traceback of an error |
@@ -44,17 +45,29 @@ def describe(action: argparse.Action) -> str:
     return f"| {names} | {value} | {(action.help or '').replace('|', '/')} |"
 
 
-def pages() -> dict[Path, str]:
-    parser = build_parser()
-    parts = [HEAD, "```\n" + EPILOG + "```\n"]
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    for name, command in commands.choices.items():
-        parts.append(f"## headrace {name}\n\n{command.description}\n")
+def sections(command: argparse.ArgumentParser, level: int = 2) -> list[str]:
+    """A command's flags, and below them its actions."""
+    parts: list[str] = []
+    if level > 1:
+        parts.append(f"{'#' * level} {command.prog}\n\n{command.description}\n")
         for group in command._action_groups:
-            rows = [describe(a) for a in group._group_actions if a.dest != "help"]
+            rows = [
+                describe(a)
+                for a in group._group_actions
+                if a.dest != "help" and not isinstance(a, argparse._SubParsersAction)
+            ]
             if rows:
                 title = f"{group.title}".capitalize()
                 note = f" ({group.description})" if group.description else ""
                 table = "\n".join(["| flag | value | meaning |", "| --- | --- | --- |", *rows])
                 parts.append(f"{title}{note}:\n\n{table}\n")
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                parts += sections(inner, level + 1)
+    return parts
+
+
+def pages() -> dict[Path, str]:
+    parts = [HEAD, "```\n" + EPILOG + "```\n", *sections(build_parser(), 1)]
     return {PAGE: "\n".join(parts)}

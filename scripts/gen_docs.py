@@ -13,7 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-PAGE_MODULES = ("gen_schemas", "gen_cli", "gen_config", "check_cases", "docs_formats")
+PAGE_MODULES = (
+    "gen_schemas",
+    "gen_cli",
+    "gen_config",
+    "check_cases",
+    "docs_formats",
+    "gen_flops",
+    "gen_machines",
+)
 
 
 def all_pages() -> dict[Path, str]:

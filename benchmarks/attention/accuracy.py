@@ -1,6 +1,6 @@
 """Accuracy of KV formats on real models: perplexity, KL to float32, retrieval (bars 03.5, 03.6).
 
-python -m benchmarks.attention.accuracy MODEL [--tokens 512 2048 8192] [--variants NAME ...] [--device cuda]
+python -m benchmarks.attention.accuracy MODEL [--tokens 512 2048 8192] [--variants NAME ...] [--threads N]
 
 Weights stay as they are and activations are float32; only what attention reads has been through a
 format and back. Results are added to benchmarks/results/attention/accuracy.json, one entry for each
@@ -156,9 +156,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--variants", nargs="+", choices=[v.name for v in VARIANTS])
     parser.add_argument("--windows", type=int)
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(2)
-    set_num_threads(2)
+    torch.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     model = open_model(args.model, max(args.tokens))
     bos = model.tokenizer.bos_token_id
     for tokens in args.tokens:

@@ -77,7 +77,7 @@ def prefill_time(
 # admitted requests come out right between 0.83 and 0.885.
 SGLANG_STATIC_SHARE = 0.88
 OUTPUT_TOKENS = 1024
-KV_OF = {"fa4": "bf16", "flashinfer": "fp8", "mpfa": "nvfp4+fp8"}
+KV_OF = {"fa4": "bf16", "flashinfer": "fp8", "mpfa": "nvfp4k-fp8v"}
 LENGTHS = (16384, 32768, 65536, 131072)
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-14b"
 

@@ -307,7 +307,7 @@ def launches(rate: float) -> dict[str, Any]:
         found[f"hits_none_us_T{tokens}"] = many(lambda: launcher.hits(bench.x))
         found[f"gather_none_us_T{tokens}"] = many(lambda: launcher.gather(0))
         for q in (0, 3):
-            bench.state.split.copy_(torch.arange(len(bench.state.split)).clamp(max=q))
+            bench.state.split.copy_(torch.arange(bench.state.split.shape[1]).clamp(max=q))
             found[f"plan_us_T{tokens}_q{q}"] = many(
                 lambda: expert_state.plan_layer(bench.state, 3, ids, weights)
             )

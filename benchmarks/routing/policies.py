@@ -1,9 +1,11 @@
 """Every trace through every policy: hit rates beside Belady's optimum, and bar 02.6.
 
-    python -m benchmarks.routing.policies [--write] [--kinds prose,code] [--part test]
+    python -m benchmarks.routing.policies --write [--parts test,tune,generated]   # replay and keep
+    python -m benchmarks.routing.policies --table      # docs/residency.md's table, of what was kept
+    python -m benchmarks.routing.policies --record     # of what was kept: bar 02.6 into bars.json
 
-The value policy's constants were chosen on the tune parts; figures are of the test parts. ``--write``
-keeps ``benchmarks/results/routing/policies.json`` and the bar. A few minutes of one core.
+The value policy's constants were chosen on the tune parts; the bar is judged on the test parts. Some
+ten minutes of one core; rows are kept in benchmarks/results/routing/policies.json, part by part.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ RESIDENCIES = (0.15, 0.25, 0.50)
 MORE_RESIDENCIES = (0.05, 0.10, 0.35, 0.75)  # of the five kinds after each other, for the plot
 DECAYED_HALF_LIFE = 32  # the default that the value policy replaced
 BAR = "02.6"
-COMMAND = "python -m benchmarks.routing.policies --write"
+COMMAND = "python -m benchmarks.routing.policies --write; the same with --record"
 
 
 def misses(replay: Replay) -> int:
@@ -69,17 +71,17 @@ def row(name: str, trace: Visits, shape: tuple[int, int], residency: float) -> d
     return result
 
 
-def recorded(kinds: Sequence[str], part: str) -> list[dict[str, Any]]:
+def recorded(part: str) -> list[dict[str, Any]]:
     """Rows of the demo mixture's traces, each alone and the first 2,048 tokens of each in turn."""
     rows: list[dict[str, Any]] = []
     mixed: Visits = []
-    for kind in kinds:
+    for kind in KINDS:
         trace = load(kind, part)
         shape = (len(trace.meta.layers), trace.meta.num_experts)
         mixed += visits(trace)[: 2048 * shape[0]]
         rows += [row(kind, visits(trace), shape, r) for r in RESIDENCIES]
     rows += [row("mixed", mixed, shape, r) for r in sorted((*RESIDENCIES, *MORE_RESIDENCIES))]
-    return rows
+    return [{"part": part, **found} for found in rows]
 
 
 def generated() -> list[dict[str, Any]]:
@@ -87,12 +89,13 @@ def generated() -> list[dict[str, Any]]:
     ids = generate(PUBLISHED_GEOMETRY, tokens=1024, seed=1)
     shape = (PUBLISHED_GEOMETRY.num_layers, PUBLISHED_GEOMETRY.num_experts)
     trace = visits_of(ids.tolist(), shape[1])
-    return [row("generated", trace, shape, r) for r in (0.15, 0.152, 0.25, 0.50)]
+    rows = [row("generated", trace, shape, r) for r in (0.15, 0.152, 0.25, 0.50)]
+    return [{"part": "generated", **found} for found in rows]
 
 
-def bar(rows: Sequence[dict[str, Any]], *, write: bool, command: str = COMMAND) -> None:
+def bar(rows: Sequence[dict[str, Any]], *, write: bool) -> None:
     """02.6: the trace and residency where the value policy saves least against LRU."""
-    judged = [r for r in rows if r["residency"] in RESIDENCIES and r["trace"] != "generated"]
+    judged = [r for r in rows if r["part"] == "test" and r["residency"] in RESIDENCIES]
     worst = min(judged, key=lambda r: r["fewer_misses_than_lru"])
 
     def span(field: str) -> str:
@@ -105,7 +108,7 @@ def bar(rows: Sequence[dict[str, Any]], *, write: bool, command: str = COMMAND) 
         mean = sum(r["fewer_misses_than_lru"] for r in these) / len(these)
         means.append(f"{100 * mean:.1f}% at {100 * residency:.0f}%")
     record(
-        BAR, write=write, command=command, value=round(100 * worst["fewer_misses_than_lru"], 1),
+        BAR, write=write, command=COMMAND, value=round(100 * worst["fewer_misses_than_lru"], 1),
         unit="% fewer misses than LRU, least of all held-out traces", peer="LRU (FreeToken's policy)",
         peer_value=round(100 * (1 - worst["lru"]), 1),
         note=f"least: {worst['trace']} at {100 * worst['residency']:.0f}% resident; mean of five kinds "
@@ -116,20 +119,54 @@ def bar(rows: Sequence[dict[str, Any]], *, write: bool, command: str = COMMAND) 
     )  # fmt: skip
 
 
+def table(rows: Sequence[dict[str, Any]]) -> None:
+    """Markdown: percent of look-ups that hit, and what the value policy saves."""
+    names = "LRU", "best static set", "value policy", "Belady", "fewer misses than LRU"
+    shares = "of the static set's hits", "of Belady's hits", "of the gap to Belady closed"
+    print(f"| text | resident | {' | '.join((*names, *shares))} |")
+    print("| --- " * 10 + "|")
+    for r in rows:
+        if r["part"] == "tune" or r["residency"] not in RESIDENCIES:
+            continue
+        columns = (
+            "lru",
+            "static_hindsight",
+            "value",
+            "belady",
+            "fewer_misses_than_lru",
+            "of_static",
+        )
+        listed = " | ".join(
+            f"{100 * r[name]:.1f}" for name in (*columns, "of_belady", "of_gap_closed")
+        )
+        print(f"| {r['trace']} | {100 * r['residency']:.0f}% | {listed} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--part", default="test", choices=("test", "tune"))
-    parser.add_argument("--no-generated", action="store_true")
+    parser.add_argument("--parts", default="test,tune,generated")
+    parser.add_argument("--record", action="store_true", help="do not replay: record what was kept")
+    parser.add_argument("--table", action="store_true", help="do not replay: print what was kept")
     args = parser.parse_args()
-    rows = recorded(args.kinds.split(","), args.part)
-    if not args.no_generated:
-        rows += generated()
-    bar(rows, write=args.write)
+    if args.table:
+        table(json.loads(OUT.read_text())["rows"])
+        return
+    if args.record:
+        bar(json.loads(OUT.read_text())["rows"], write=True)
+        return
+    parts = args.parts.split(",")
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows += generated() if part == "generated" else recorded(part)
+    if "test" in parts:
+        bar(rows, write=False)
     if args.write:
+        kept = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
+        rows = [r for r in kept if r["part"] not in parts] + rows
         OUT.parent.mkdir(parents=True, exist_ok=True)
-        OUT.write_text(json.dumps({"part": args.part, "rows": rows}, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(found) for found in rows)
+        OUT.write_text(f'{{"rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
         slices, state, arena, bases, act,
         launch.RequestOffsets(where.ack // 4, where.abort // 4, where.x // 4, where.out // 4),
         multiprocessors=1,
-        tuning=launch.Tuning(gather_programs=3, gather_words=512),
+        tuning=launch.Tuning(
+            gather_programs=2, gather_words=512, gate_up_programs=1, down_programs=1, down_tile=64
+        ),
     )  # fmt: skip
     return state, launcher, where, slabs
 
@@ -90,7 +92,7 @@ def test_hits_fetches_and_cpu_add_up(
         ids[0, 2] = -1
         weights = torch.rand(tokens, k, generator=generator)
         # Two thirds of the misses are fetched.
-        state.split.copy_((torch.arange(len(state.split)) * 2 // 3).to(torch.int32))
+        state.split.copy_((torch.arange(state.split.shape[1]) * 2 // 3).to(torch.int32))
         x_, ids_, weights_ = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
         launcher.prepare(x_)
         expert_state.start_step(state)

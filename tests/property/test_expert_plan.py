@@ -80,7 +80,7 @@ def _replay(
     if DEVICE.type == "cuda":
         block = block.pin_memory()
     state = expert_state.new_plan_state(geometry, tables.decay, DEVICE, block)
-    state.split[: len(split)] = torch.tensor(split, dtype=torch.int32)
+    state.split[:, : len(split)] = torch.tensor(split, dtype=torch.int32)
     seq = 0
     for number, ids in enumerate(steps):
         oracle.begin_step(shape, tables)

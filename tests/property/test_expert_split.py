@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from headrace.experts.promotion import (
+    GAIN,
     PromotionQueue,
     Valued,
     choose_promotions,
@@ -123,4 +124,4 @@ def test_promotion_comes_to_rest(values: list[float], places: int, limit: int) -
         pytest.fail("promotion goes on for ever")
     if len(resident) == places and places:
         floor = min(resident.values())
-        assert all(v <= 1.25 * floor for k, v in enumerate(values) if k not in resident)
+        assert all(v <= GAIN * floor for k, v in enumerate(values) if k not in resident)

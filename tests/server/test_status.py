@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.request import FinishReason, OutputDelta
-from headrace.core.status import EngineSnapshot
+from headrace.core.status import EngineSnapshot, ExpertSnapshot
 from headrace.server.app import create_app
 from headrace.server.client import EngineState, Phase
 from headrace.server.metrics import Metrics
@@ -161,3 +161,62 @@ def test_detokenize(served: Served):
     reply = served.http.post("/detokenize", json={"tokens": [BOS, *"ü".encode()]}).json()
     assert reply["content"] == "ü"
     assert served.http.post("/detokenize", json={"tokens": [999]}).status_code == 400
+
+
+EXPERTS = ExpertSnapshot(
+    slots_total=100,
+    slots_used=90,
+    slot_nbytes=4_000_000,
+    pinned_nbytes=30,
+    pageable_nbytes=20,
+    mapped_nbytes=10,
+    lookups_total=40,
+    hits_total=10,
+    bytes_total={"resident": 400, "fetched": 300, "computed": 900},
+    split=(0, 1, 1, 2),
+    rates_gbps={"pcie": 51.5, "cpu": 80.0},
+    stalls_total=3,
+    stall_seconds_total=0.25,
+)
+
+
+def test_expert_metrics_show_slots_hits_paths_split_and_stalls():
+    metrics = Metrics()
+    assert b"headrace_expert" not in metrics.render(EngineSnapshot(), READY)  # a dense model
+    found = values(metrics.render(EngineSnapshot(experts=EXPERTS), READY))
+    want = {
+        "slots": 100,
+        "slots_used": 90,
+        "hit_ratio": 0.25,
+        "lookups_total": 40,
+        "hits_total": 10,
+        "bytes_total[resident]": 400,
+        "bytes_total[fetched]": 300,
+        "bytes_total[computed]": 900,
+        "memory_bytes[slots]": 400_000_000,
+        "memory_bytes[pinned]": 30,
+        "memory_bytes[pageable]": 20,
+        "memory_bytes[mapped]": 10,
+        "split[0]": 0,
+        "split[3]": 2,
+        "path_bytes_per_second[pcie]": 51.5e9,
+        "stalls_total": 3,
+        "stall_seconds_total": 0.25,
+    }
+    for name, value in want.items():
+        assert found[f"headrace_expert_{name}"] == value, name
+
+
+def test_expert_counters_follow_and_a_dead_engine_holds_nothing():
+    metrics = Metrics()
+    metrics.render(EngineSnapshot(experts=EXPERTS), READY)
+    later = dataclasses.replace(
+        EXPERTS, hits_total=25, bytes_total={"resident": 1000, "promoted": 50}, stalls_total=2
+    )
+    found = values(metrics.render(EngineSnapshot(experts=later), EngineState(Phase.DEAD)))
+    assert found["headrace_expert_hits_total"] == 25
+    assert found["headrace_expert_bytes_total[resident]"] == 1000
+    assert found["headrace_expert_bytes_total[promoted]"] == 50
+    assert found["headrace_expert_stalls_total"] == 3  # went back: ignored
+    assert found["headrace_expert_slots_used"] == 0
+    assert found["headrace_expert_memory_bytes[pinned]"] == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.ops.registry import BLOCKS, OP_NAMES, Op, resolve, whole_blocks
+from headrace.ops.registry import BLOCKS, OP_NAMES, Op, OpSet, resolve, whole_blocks
 
 
 def served_by(**backends: str) -> dict[str, Op]:
@@ -20,3 +20,33 @@ def test_a_block_serves_only_with_all_its_parts() -> None:
 
 def test_every_back_end_here_serves_its_own_blocks() -> None:
     assert all(resolve(("reference",)).has(name) for name in BLOCKS)
+
+
+def test_watched_operations_tell_their_times_and_are_themselves_again():
+    seen: list[tuple[str, tuple[object, ...], float, list[float]]] = []
+
+    def block(x: int, seconds: object = None) -> int:
+        if seconds is not None:
+            seconds[1] = 0.25  # type: ignore[index]
+        return x + 1
+
+    def plain(x: int) -> int:
+        return 2 * x
+
+    ops = OpSet(
+        {
+            "linear": Op("linear", "toy", plain, 0.0),
+            "dense_block": Op("dense_block", "toy", block, 0.0, times_parts=True),
+        }
+    )
+    assert ops.linear is plain
+    ops.watch(lambda name, args, s, parts: seen.append((name, args, s, list(parts))))
+    assert (ops.linear(4), ops.dense_block(4)) == (8, 5)
+    ops.watch(None)
+    assert ops.linear is plain
+    assert ops.dense_block(1) == 2
+    assert [(name, args, parts) for name, args, _, parts in seen] == [
+        ("linear", (4,), []),
+        ("dense_block", (4,), [0.0, 0.25, 0.0]),
+    ]
+    assert all(s >= 0 for _, _, s, _ in seen)

@@ -1,4 +1,5 @@
-"""``headrace demo``: the embedded mixture writes, and its own routing says what a cache would hit."""
+"""``headrace demo``: the embedded mixture writes, its own routing says what a cache would hit, and
+where a step's time goes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.flags import Commands, add_command, whole_number
 from headrace.cli.progress import loading_progress
@@ -26,6 +27,9 @@ from headrace.experts.replay import (
     visits_of,
 )
 
+if TYPE_CHECKING:
+    from headrace.explain.report import ExplainReport
+
 MODEL = "tiny"
 # In the style of each part of its corpus: speeches, code, manuals.
 PROMPTS = (
@@ -35,6 +39,7 @@ PROMPTS = (
 )
 TOKENS = 96
 SEED = 1
+EXPLAIN_PROMPT, EXPLAIN_STEPS = 64, 32
 RESIDENCIES = (0.15, 0.25, 0.50)
 # Enough freedom not to run in circles, as greedy small models do.
 TEMPERATURE, TOP_P = 0.7, 0.9
@@ -44,7 +49,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "demo",
-        "run the embedded mixture: the text it writes, and what an expert cache would hit",
+        "run the embedded mixture: its text, what an expert cache would hit, and where time goes",
         run,
     )
     parser.add_argument(
@@ -167,10 +172,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         with Interrupts().caught() as asked:
             texts = write(session, args, show, asked)
+        if asked.asked:
+            return EXIT_INTERRUPTED
+        session.engine.watch_routing(None)
+        report = explain_decode(session)
     finally:
         session.close()
-    if asked.asked:
-        return EXIT_INTERRUPTED
     ids, experts = log.ids(), num_experts(MODEL)
     rows = cache_rows(ids, experts)
     if args.json:
@@ -182,11 +189,31 @@ def run(args: argparse.Namespace) -> int:
             "layers": len(ids),
             "experts": experts,
             "caches": [dataclasses.asdict(row) for row in rows],
+            "explain": report.to_data(),
         }
         print(json.dumps(answer, ensure_ascii=False))
     else:
+        from headrace.explain import report_text
+
         print("\n".join(table(rows, len(ids[0]), len(ids), experts)))
+        print("\nWhere a step's time goes (`headrace explain MODEL` says more):\n")
+        print("\n".join(report_text.table(report)))
     return 0
+
+
+def explain_decode(session: Session) -> ExplainReport:
+    """A few more steps of the same engine, watched."""
+    from headrace.engine.explaining import Workload, report_of, run_steps
+    from headrace.engine.this_machine import this_machine
+    from headrace.machine.probe import probe_machine
+
+    engine = session.engine
+    watch = run_steps(engine, Workload("decode", EXPLAIN_PROMPT, EXPLAIN_STEPS))
+    machine = this_machine(probe_machine(), engine.info.threads)
+    report = report_of(engine, watch, "decode", machine)
+    if report is None:
+        raise InternalError("the engine made no decoding step")
+    return report
 
 
 def num_experts(model: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.cli.flags import Commands, add_command
@@ -16,6 +16,9 @@ from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
 from headrace.machine.probe import Machine, importable, probe_machine
 from headrace.machine.threads import ThreadChoice, choose_threads
+
+if TYPE_CHECKING:
+    from headrace.machine.profile import MachineProfile
 
 
 def add_parser(commands: Commands) -> None:
@@ -91,6 +94,53 @@ def _cpu_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Accounts:
+    """What may be pinned and why so much, and the stored machine profile with where it is (or why not)."""
+
+    pin_nbytes: int | None = None
+    pin_reason: str = "torch is not installed"
+    profile: MachineProfile | None = None
+    profile_note: str = ""
+
+
+def look_at_accounts(machine: Machine) -> Accounts:
+    """Decide the pin budget and find the profile."""
+    from headrace.machine.profile_store import profile_of
+
+    profile, note = profile_of(machine)
+    if not importable("torch"):
+        return Accounts(profile=profile, profile_note=note)
+    from headrace.machine.pinned import pin_budget
+
+    budget = pin_budget(machine.memory, wsl=machine.wsl)
+    return Accounts(budget.nbytes, budget.reason, profile, note)
+
+
+def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]]:
+    from headrace.machine.profile_store import age_days
+
+    found: list[tuple[str, str]] = []
+    if not machine.gpus:
+        found.append(("pinned memory", "none: there is no GPU to read it"))
+    elif accounts.pin_nbytes is None:
+        found.append(("pinned memory", f"unknown: {accounts.pin_reason}"))
+    else:
+        limit = format_size(accounts.pin_nbytes)
+        found.append(("pinned memory", f"at most {limit}: {accounts.pin_reason}"))
+    for gpu in machine.gpus:
+        total, free = gpu.memory_total_nbytes, gpu.memory_free_nbytes
+        used = format_size(max(0, total - free))
+        found.append((f"GPU {gpu.index} memory", f"{used} in use, {format_size(free)} free"))
+    found.append(("machine profile", accounts.profile_note))
+    if accounts.profile is not None:
+        age, best = age_days(accounts.profile), accounts.profile.best_threads
+        said = "of unknown age" if age is None else f"measured {age:.0f} days ago"
+        said += "" if best is None else f"; best number of CPU threads {best}"
+        found.append(("", said))
+    return found
+
+
 def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
     memory = machine.memory
     limit = "none" if memory.limit_nbytes is None else format_size(memory.limit_nbytes)
@@ -104,7 +154,9 @@ def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
-def lines(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> list[tuple[str, str]]:
+def lines(
+    machine: Machine, threads: ThreadChoice, kernels: Kernels, accounts: Accounts | None = None
+) -> list[tuple[str, str]]:
     """The report as (label, text), in the order in which it is printed."""
     gpus = [
         (f"GPU {g.index}", f"{g.name}, {format_size(g.memory_total_nbytes)}, driver {g.driver}")
@@ -119,6 +171,7 @@ def lines(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> list[tup
         *_cpu_lines(machine),
         *_memory_lines(machine),
         *gpus,
+        *_account_lines(machine, accounts or Accounts()),
         ("C++ extension", native_line(kernels)),
         ("will use", f"{threads.threads} threads: {threads.reason}"),
         ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
@@ -126,12 +179,25 @@ def lines(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> list[tup
     ]
 
 
-def report(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> dict[str, Any]:
+def report(
+    machine: Machine, threads: ThreadChoice, kernels: Kernels, accounts: Accounts | None = None
+) -> dict[str, Any]:
     """The report as data."""
+    from headrace.machine.profile_store import age_days
+
+    accounts = accounts or Accounts()
+    profile = accounts.profile
     return {
         "headrace": __version__,
         "machine": dataclasses.asdict(machine),
         "usable_memory_nbytes": machine.memory.usable_available_nbytes,
+        "pinned_memory": {"limit_nbytes": accounts.pin_nbytes, "reason": accounts.pin_reason},
+        "profile": {
+            "note": accounts.profile_note,
+            "measured_at": None if profile is None else profile.measured_at,
+            "age_days": None if profile is None else age_days(profile),
+            "best_threads": None if profile is None else profile.best_threads,
+        },
         "kernels": dataclasses.asdict(kernels),
         "will_use": {
             "device": "cpu",
@@ -144,13 +210,17 @@ def report(machine: Machine, threads: ThreadChoice, kernels: Kernels) -> dict[st
 
 
 def run(args: argparse.Namespace) -> int:
-    machine = probe_machine(gpus=True)
-    threads = choose_threads(machine.cpu)
-    kernels = look_at_kernels()
+    from headrace.machine.profile_store import with_profile
+
+    machine = with_profile(probe_machine(gpus=True))
+    threads = choose_threads(
+        machine.cpu, reserve=1 if machine.gpus else 0, measured=machine.measured_threads
+    )
+    kernels, accounts = look_at_kernels(), look_at_accounts(machine)
     if args.json:
-        print(json.dumps(report(machine, threads, kernels), indent=2))
+        print(json.dumps(report(machine, threads, kernels, accounts), indent=2))
         return 0
-    for label, text in lines(machine, threads, kernels):
+    for label, text in lines(machine, threads, kernels, accounts):
         print(f"{label:<18}{text}")
     for warning in threads.warnings:
         print(f"{'warning':<18}{warning}")

@@ -96,6 +96,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="GPU memory to use at most, CUDA's own included",
     )
     add(
+        "--pin-budget",
+        type=_size("--pin-budget"),
+        metavar="SIZE",
+        help="host memory to lock for the GPU at most (default: 3/4 of the RAM, under WSL 1/2)",
+    )
+    add(
+        "--expert-disk",
+        metavar="FOLDER",
+        help="where experts lie that the host's memory cannot hold (slow: used only if needed)",
+    )
+    add(
         "--device",
         choices=DEVICES,
         default="auto",
@@ -132,6 +143,8 @@ def engine_config(args: argparse.Namespace, **extra: Any) -> EngineConfig:
         threads=args.threads,
         ram_budget_nbytes=args.ram_budget,
         vram_budget_nbytes=args.vram_budget,
+        pin_budget_nbytes=args.pin_budget,
+        expert_disk=args.expert_disk,
         kv_format=args.kv_format,
         experts=args.experts,
         block_tokens=args.block_tokens,

@@ -19,10 +19,13 @@ from headrace.cli.reporting import EXIT_INTERRUPTED
 from headrace.core import errors
 from headrace.core.config import EngineConfig
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams
+from headrace.core.step import StepStats
 
 
 class StepEngine(Protocol):
     """The part of ``engine.engine.Engine`` that is used here."""
+
+    observe: Callable[[StepStats], None] | None
 
     @property
     def info(self) -> Any: ...
@@ -32,6 +35,7 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     def close(self) -> None: ...
     def watch_routing(self, observer: Callable[[int, Any], None] | None) -> None: ...
+    def watch_classes(self, on: bool) -> Any: ...
 
 
 class TextEncoder(Protocol):

@@ -19,6 +19,8 @@ class EngineConfig:
     threads: int | None = None  # CPU worker threads, the calling thread included
     ram_budget_nbytes: int | None = None  # host memory to use at most
     vram_budget_nbytes: int | None = None  # GPU memory to use at most
+    pin_budget_nbytes: int | None = None  # host memory to lock for the GPU at most
+    expert_disk: str | None = None  # a folder for experts that host memory cannot hold
     kv_format: str | None = None  # one of KV_FORMATS
     experts: str = "auto"  # one of EXPERT_MODES
     block_tokens: int | None = None  # tokens per KV block: 16, 32, 64 or 128

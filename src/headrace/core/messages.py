@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed
 from headrace.core.status import EngineInfo, EngineSnapshot
@@ -20,6 +22,19 @@ class Cancel:
     """To the engine: nobody waits for this request any more. Unknown ids are ignored."""
 
     request_id: str
+
+
+@dataclass(frozen=True)
+class Explain:
+    """To the engine: say where the time of the next ``steps`` steps of this phase goes.
+
+    An idle engine runs steps of its own; a busy one watches, for ``timeout_s`` seconds at most.
+    """
+
+    request_id: str
+    phase: Literal["prefill", "decode"]
+    steps: int
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,19 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Explained:
+    """From the engine: the report (``explain.report.ExplainReport`` as data), or None.
+
+    Without one, ``message`` says what went wrong; it is empty if there was no step of the phase.
+    """
+
+    request_id: str
+    report: Mapping[str, Any] | None
+    message: str
+    hint: str | None
+
+
+@dataclass(frozen=True)
 class Fatal:
     """From the engine: it cannot go on and ends. ``error_class`` is a class name of core.errors."""
 
@@ -65,5 +93,5 @@ class Fatal:
     error_class: str
 
 
-Command = Submit | Cancel | Shutdown
-Event = Progress | Ready | Outputs | Snapshot | Fatal
+Command = Submit | Cancel | Explain | Shutdown
+Event = Progress | Ready | Outputs | Snapshot | Explained | Fatal

@@ -63,8 +63,8 @@ def stored_formats(config: Config) -> dict[str, str]:
     plain = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     formats = dict.fromkeys(KINDS, plain.get(dtype.removeprefix("torch."), "bf16"))
-    quantised = config.get("quantization_config")
-    if isinstance(quantised, Mapping):
+    quantised: Config | None = config.get("quantization_config")
+    if quantised:
         method = str(quantised.get("quant_method", "")).lower()
         expert = str(config.get("expert_dtype") or quantised.get("expert_dtype") or "").lower()
         if method == "mxfp4":

@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.numeric import FORMATS
 
 # Kinds of weights, in the order in which tables print them.
-KINDS = (
+KINDS: tuple[str, ...] = (
     "embedding",
     "lm_head",
     "attention",
@@ -81,7 +81,8 @@ class AttentionKind:
 class PlanSpec:
     """Everything that a plan needs of a model. Counts are elements; bytes follow from ``formats``.
 
-    ``formats`` names a format of ``core.numeric`` for each kind of ``KINDS``. ``extra_weights`` are
+    ``formats`` names a format of ``core.numeric`` for each kind of ``KINDS``; ``stored_bits`` replaces it
+    where a file mixes formats within a kind (the mean over the kind's tensors). ``extra_weights`` are
     stored in the checkpoint and not used by a plain step (heads that draft several tokens); they have
     the experts' format. ``notes`` say what of this is not verified.
     """
@@ -104,6 +105,7 @@ class PlanSpec:
     tied: bool = False
     extra_weights: int = 0
     formats: Mapping[str, str] = field(default_factory=dict[str, str])
+    stored_bits: Mapping[str, float] = field(default_factory=dict[str, float])
     notes: tuple[str, ...] = ()
 
     @property
@@ -117,6 +119,8 @@ class PlanSpec:
 
     def bits(self, kind: str) -> float:
         """Bits a weight of ``kind``, scales included."""
+        if kind in self.stored_bits:
+            return self.stored_bits[kind]
         return FORMATS[self.formats.get(kind, "bf16")].bits_per_weight
 
     def weights(self) -> dict[str, int]:
@@ -194,4 +198,5 @@ class PlanSpec:
                     f"{', '.join(FORMATS)}",
                     param=f"formats[{kind!r}]",
                 )
-        return replace(self, formats={**self.formats, **formats})
+        kept = {kind: bits for kind, bits in self.stored_bits.items() if kind not in formats}
+        return replace(self, formats={**self.formats, **formats}, stored_bits=kept)

@@ -34,8 +34,42 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
+class ExpertSnapshot:
+    """A mixture's experts outside of the GPU's own weights; names in ``_total`` count since the start.
+
+    Slots are places of one slice of an expert in GPU memory. ``bytes_total`` is by path: ``resident``
+    (slices found in slots), ``fetched`` (missing ones over PCIe on demand), ``computed`` (missing ones
+    on the CPU), ``promoted`` (over PCIe in its idle time), ``streamed`` (prefill). ``split`` is how many
+    of 0, 1, 2, ... missing slices are fetched. A stall is a layer that waited for PCIe or the CPU after
+    everything else was done.
+    """
+
+    slots_total: int = 0
+    slots_used: int = 0
+    slot_nbytes: int = 0
+    pinned_nbytes: int = 0  # of slabs in host memory, which the GPU reads
+    pageable_nbytes: int = 0  # of slabs in host memory, for the CPU only
+    mapped_nbytes: int = 0  # of slabs in a file
+    lookups_total: int = 0  # slices that layers asked for
+    hits_total: int = 0
+    bytes_total: Mapping[str, int] = field(default_factory=dict[str, int])
+    split: tuple[int, ...] = ()
+    rates_gbps: Mapping[str, float] = field(default_factory=dict[str, float])  # pcie, cpu: live
+    stalls_total: int = 0
+    stall_seconds_total: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of look-ups found in slots; 0 before the first."""
+        return self.hits_total / self.lookups_total if self.lookups_total else 0.0
+
+
+@dataclass(frozen=True)
 class EngineSnapshot:
-    """Gauges of this moment and counters since the engine started (names in ``_total``)."""
+    """Gauges of this moment and counters since the engine started (names in ``_total``).
+
+    ``experts``: None where a model has none, or keeps them with its other weights.
+    """
 
     step: int = 0
     running: int = 0
@@ -52,3 +86,4 @@ class EngineSnapshot:
     preemptions_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
+    experts: ExpertSnapshot | None = None

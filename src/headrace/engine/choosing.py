@@ -137,6 +137,25 @@ def host_budget(config: EngineConfig, machine: Machine, chosen: Chosen) -> int:
     return config.ram_budget_nbytes
 
 
+def require_expert_store(config: EngineConfig, where: str | None) -> None:
+    """Refuse what is only about experts in host memory where none are kept there.
+
+    Args:
+        where: where the experts lie instead; None if they are in host memory.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    given = {"--pin-budget": config.pin_budget_nbytes, "--expert-disk": config.expert_disk}
+    for flag, value in given.items():
+        if value is not None and where is not None:
+            raise ConfigError(
+                f"{flag} is given, but no experts are kept in host memory for a GPU: {where}",
+                hint=f"leave {flag} out, or choose --experts hybrid or stream",
+                param=flag,
+            )
+
+
 def choose_context(
     config: EngineConfig,
     spec: ModelSpec,

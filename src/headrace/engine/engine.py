@@ -23,8 +23,9 @@ from headrace.core.request import (
     RequestFailed,
 )
 from headrace.core.status import EngineSnapshot
-from headrace.core.step import ScheduledChunk, StepOutput, StepPlan, StepStats
+from headrace.core.step import ClassStats, ScheduledChunk, StepOutput, StepPlan, StepStats
 from headrace.engine.parts import EngineParts
+from headrace.engine.profiler import StepProfiler
 from headrace.engine.requests import LiveRequest, LiveSequence, failure
 from headrace.engine.runner import Ranges, Runner
 from headrace.engine.sampler import SamplingState
@@ -53,6 +54,8 @@ class Engine:
         self._tokenizer = parts.tokenizer
         self._vocab = parts.decoder.spec.vocab
         self._decoder = parts.decoder
+        self._cache = parts.kv[0]
+        self._profiler: StepProfiler | None = None
         self._scheduler = Scheduler(parts.scheduler)
         pool = self._scheduler.tables.pool
         self._device = parts.device
@@ -135,6 +138,22 @@ class Engine:
         """
         self._decoder.on_routing = observer
 
+    def watch_classes(self, on: bool) -> StepProfiler | None:
+        """Time every operation by FLOP class from now on, for the ``StepStats`` that ``observe`` gets.
+
+        Returns what watches, which also knows the model's bytes; None when switched off.
+
+        Raises:
+            InternalError: the model's operations cannot be watched.
+        """
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+        if on:
+            self._profiler = StepProfiler(self._decoder, self._cache, self.info.kv_format)
+            self._profiler.start()
+        return self._profiler
+
     # ---- steps ----------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
@@ -146,9 +165,10 @@ class Engine:
         self._require_alive()
         outputs, self._pending = self._pending, []
         try:
+            start = time.perf_counter()
             plan = self._scheduler.schedule()
             if plan is not None:
-                outputs.extend(self._run(plan))
+                outputs.extend(self._run(plan, start))
                 if not self._scheduler.has_work():
                     self._scheduler.check()
         except Exception as error:
@@ -190,9 +210,9 @@ class Engine:
             self._experts.close()
         self._dead = self._dead or EngineDeadError("the engine has been closed")
 
-    def _run(self, plan: StepPlan) -> list[Output]:
-        start = time.perf_counter()
+    def _run(self, plan: StepPlan, start: float) -> list[Output]:
         ranges = Ranges()
+        ranges.seconds["schedule"] = time.perf_counter() - start
         self._runner.copy_blocks(plan.block_copies)
         output, outputs = self._compute(plan, ranges)
         for scores in output.prompt_logprobs:
@@ -204,9 +224,11 @@ class Engine:
             live.live.completion_tokens += 1
             request_id = live.live.request.request_id
             live.live.cached_tokens = self._scheduler.cached_tokens(request_id)
-            pieces[item.seq_id] = live.text.push(item.token_id)
+            with ranges.timed("text"):
+                pieces[item.seq_id] = live.text.push(item.token_id)
         stopped = frozenset(s for s, piece in pieces.items() if piece.stopped)
-        ends = {f.seq_id: f for f in self._scheduler.commit(replace(output, stopped=stopped))}
+        with ranges.timed("commit"):
+            ends = {f.seq_id: f for f in self._scheduler.commit(replace(output, stopped=stopped))}
         for item in output.sampled:
             piece, end = pieces[item.seq_id], ends.get(item.seq_id)
             live = self._sequences[item.seq_id]
@@ -218,8 +240,14 @@ class Engine:
         seconds = time.perf_counter() - start
         self._step_seconds += seconds
         if self.observe is not None:
-            self.observe(_stats(plan, seconds, ranges))
+            self.observe(_stats(plan, seconds, self._classes(plan, ranges)))
         return outputs
+
+    def _classes(self, plan: StepPlan, ranges: Ranges) -> tuple[ClassStats, ...]:
+        """Coarse ranges, or classes while they are watched."""
+        if self._profiler is None:
+            return ranges.stats()
+        return self._profiler.take(plan, ranges.seconds)
 
     def _end(self, live: LiveSequence, end: Finished, delta: OutputDelta) -> OutputDelta:
         request = live.live
@@ -314,7 +342,7 @@ class Engine:
             raise EngineDeadError(f"the engine has ended: {reason}", hint="load the model again")
 
 
-def _stats(plan: StepPlan, seconds: float, ranges: Ranges) -> StepStats:
+def _stats(plan: StepPlan, seconds: float, classes: tuple[ClassStats, ...]) -> StepStats:
     decoding = sum(len(c.token_ids) == 1 for c in plan.chunks)
     if decoding == len(plan.chunks):
         phase = "decode"
@@ -326,5 +354,5 @@ def _stats(plan: StepPlan, seconds: float, ranges: Ranges) -> StepStats:
         batch=len(plan.chunks),
         tokens=plan.num_tokens,
         seconds=seconds,
-        classes=ranges.stats(),
+        classes=classes,
     )

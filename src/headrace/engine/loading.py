@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -24,8 +26,10 @@ from headrace.engine.resolve import GpuSupport, Resolved, resolve
 from headrace.engine.scheduler import SchedulerConfig
 from headrace.kv.directions import Directions, load_directions
 from headrace.kv.storage import allocate_cache, is_out_of_memory
+from headrace.machine.cuda_device import visible_gpus
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
+from headrace.machine.profile_store import with_profile
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
@@ -52,7 +56,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     checkpoint = open_checkpoint(
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
-    machine = probe_machine(gpus=config.device != "cpu")
+    machine = with_profile(find_machine(config))
     found = find_directions(config, checkpoint)
     resolved = resolve(
         config,
@@ -125,6 +129,22 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     )
 
 
+# Set, it renumbers the GPUs that torch sees, and nvidia-smi lists them by their own numbers.
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def find_machine(config: EngineConfig) -> Machine:
+    """This machine with the GPUs that torch would use, in torch's order.
+
+    nvidia-smi says what is free before CUDA has taken its own share; torch is asked where nvidia-smi
+    cannot say it.
+    """
+    if config.device == "cpu":
+        return probe_machine()
+    machine = probe_machine(gpus=_VISIBLE_DEVICES not in os.environ)
+    return machine if machine.gpus else replace(machine, gpus=visible_gpus())
+
+
 def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
     """How a checkpoint's matrices are stored."""
     experts = [t for name, t in checkpoint.tensors.items() if ".experts." in name]
@@ -158,7 +178,8 @@ def open_device(resolved: Resolved, machine: Machine) -> Device:
     if resolved.vram is None:
         return HostDevice()
     device = CudaDevice(resolved.gpu_index)
-    free = next(g.memory_free_nbytes for g in machine.gpus if g.index == resolved.gpu_index)
+    before = next((g for g in machine.gpus if g.index == resolved.gpu_index and g.driver), None)
+    free = None if before is None else before.memory_free_nbytes
     left = device.limit_memory(resolved.vram.budget_nbytes, free)
     log.info("CUDA leaves %d of %d bytes for tensors", left, resolved.vram.budget_nbytes)
     return device

@@ -6,6 +6,7 @@ the priced step. Pure: configurations and catalogues in, records out; nothing is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import ConfigError
@@ -16,6 +17,10 @@ from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape, distinct_experts
 from headrace.explain.step_time import StepTime, step_time
 from headrace.machine.profile import MachineProfile
+
+# The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
+# Fixed, so that a faster part never makes a plan slower.
+SHARES = tuple(i / 16 for i in range(17))
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Speed:
-    """tokens_s over all sequences; ttft_s of one prompt; fetch_share: q*/m of the misses."""
+    """tokens_s over all sequences; ttft_s of one prompt; fetch_share: of the misses."""
 
     tokens_s: Interval
     ttft_s: Interval
@@ -100,13 +105,16 @@ def _check(spec: PlanSpec, workload: Workload) -> None:
 
 
 def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
-    """The share of a layer's misses that is fetched: q* / m = B_P / (B_P + B_C).
+    """The share of misses at which link and CPU finish together: q* / m = B_P / (B_P + B_C).
+
+    What was fetched is multiplied by the GPU afterwards, and shares come in slices: a plan takes the
+    best of ``SHARES`` for its own step instead, which lies at or below this.
 
     B_P is what the link delivers; B_C what the CPU works through meanwhile: its kernels' rate, or what
     the fetches leave of the memory channels, whichever is less.
     """
-    link = _gbps(machine, "pcie_h2d", "pcie", engine.reach, 1.0)
-    channels = _gbps(machine, "dram_read", "dram", engine.reach, 1.0)
+    link = _gbps(machine, "pcie_h2d", "pcie", engine)
+    channels = _gbps(machine, "dram_read", "dram", engine)
     kernels = channels * engine.kernel.get("dram", 1.0)
     cpu = min(kernels, max(0.0, channels - link))
     if "dram_read_overlapped" in machine.rates:
@@ -115,12 +123,10 @@ def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
     return link / (link + cpu) if link + cpu else 0.0
 
 
-def _gbps(
-    machine: MachineProfile, rate: str, resource: str, reach: object, default: float
-) -> float:
+def _gbps(machine: MachineProfile, rate: str, resource: str, engine: EngineModel) -> float:
+    """What a plain copy or read gets of a rate; 0 where the machine has none."""
     value = machine.rates[rate].value if rate in machine.rates else 0.0
-    share = reach.get(resource, default) if isinstance(reach, dict) else default
-    return value * (1.0 if measured(machine, resource) else share)
+    return value * (1.0 if measured(machine, resource) else engine.reach.get(resource, 1.0))
 
 
 def placement_of(layout: Layout, workload: Workload, hits: float, share: float) -> Placement:
@@ -147,15 +153,17 @@ def _speed(
     engine: EngineModel,
 ) -> Speed:
     hits = expected_hit_rate(layout.resident) if spec.sparse else HitRate(1.0, 1.0, 1.0)
-    share = fetch_share(machine, engine) if layout.mode in ("ram", "disk") else 0.0
     # Half of the context is cached in the middle of a conversation: the mean over its tokens.
     shape = StepShape("decode", workload.concurrency, 1, max(1, workload.context // 2))
 
-    def decode(rate: float) -> StepTime:
+    def decode(rate: float, share: float) -> StepTime:
         return step_time(spec, shape, placement_of(layout, workload, rate, share), machine, engine)
 
-    middle = decode(hits.expected)
-    slow, fast = decode(hits.low).seconds, decode(hits.high).seconds
+    share = 0.0
+    if layout.mode in ("ram", "disk"):
+        share = _best_share(lambda one: decode(hits.expected, one).seconds)
+    middle = decode(hits.expected, share)
+    slow, fast = decode(hits.low, share).seconds, decode(hits.high, share).seconds
     batch = workload.concurrency
     tokens = Interval(
         batch / slow * (1 - engine.spread),
@@ -165,6 +173,22 @@ def _speed(
     prefill, seconds = prefill_time(spec, machine, workload, layout, engine)
     ttft = Interval(seconds * (1 - engine.spread), seconds, seconds * (1 + engine.spread))
     return Speed(tokens, ttft, hits, share, middle, prefill)
+
+
+def _best_share(seconds: Callable[[float], float]) -> float:
+    """The share of ``SHARES`` with the shortest step, the largest such one.
+
+    A step lasts as long as the longest of paths that each grow or shrink linearly with the share, so
+    the function is convex, and halving finds its minimum.
+    """
+    low, high = 0, len(SHARES) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if seconds(SHARES[middle]) < seconds(SHARES[middle + 1]):
+            high = middle
+        else:
+            low = middle + 1
+    return SHARES[low]
 
 
 def prefill_time(

@@ -42,7 +42,7 @@ class Layout:
     """Bytes by tier ("vram", "ram", "disk") and purpose, against what each tier has.
 
     slots: experts that the cache in VRAM holds; resident: their share of all experts
-    short_nbytes: what is missing, where ``mode`` is "none"; for "disk" what memory cannot hold
+    short: bytes that are missing, by tier, where ``mode`` is "none"; for "disk" what memory cannot hold
     """
 
     mode: Mode
@@ -51,8 +51,12 @@ class Layout:
     slots: int = 0
     resident: float = 1.0
     ram_share: float = 1.0
-    short_nbytes: int = 0
-    notes: tuple[str, ...] = field(default_factory=tuple[str, ...])
+    short: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def short_nbytes(self) -> int:
+        """Bytes missing in all."""
+        return sum(self.short.values())
 
     def total(self, tier: str) -> int:
         return sum(self.used.get(tier, {}).values())
@@ -106,15 +110,36 @@ def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layo
                 return found
     everything = {k: n for k, n in weights.items() if n} | fixed | host
     short = sum(everything.values()) - ram
-    mode: Mode = "cpu" if short <= 0 else "none"
-    used = {"ram": everything} if mode == "cpu" or machine.gpu is None else {}
-    if mode == "none" and machine.gpu is not None:
-        used = {"vram": {**outside, **fixed}, "ram": {"experts": weights["experts"], **host}}
-        if spec.sparse:  # the part that has to lie in VRAM does not
-            short = max(1, sum(outside.values()) + sum(fixed.values()) + VRAM_RESERVE_NBYTES - vram)
-        else:
-            short = min(short, sum(everything.values()) + VRAM_RESERVE_NBYTES - vram)
-    return Layout(mode, used, capacity, resident=0.0, short_nbytes=max(0, short))
+    if short <= 0:
+        return Layout("cpu", {"ram": everything}, capacity, resident=0.0)
+    if machine.gpu is None:
+        return Layout("none", {"ram": everything}, capacity, resident=0.0, short={"ram": short})
+    return _too_small(spec, everything, capacity)
+
+
+def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, int]) -> Layout:
+    """What a model wants that fits nowhere, and what is missing.
+
+    A mixture wants its experts in host memory and the rest in VRAM; a dense model wants everything in
+    one of the two, so the smaller lack counts.
+    """
+    gpu = {k: n for k, n in everything.items() if k not in ("experts", "reserve")}
+    gpu["reserve"] = VRAM_RESERVE_NBYTES
+    host = {"reserve": RESERVE_NBYTES}
+    if spec.sparse:
+        host["experts"] = everything["experts"]
+        if not spec.tied:
+            host["embedding"] = gpu.pop("embedding")
+        gpu["expert slots"] = spec.num_experts_per_token * spec.expert_nbytes
+    lack = {
+        "vram": max(0, sum(gpu.values()) - capacity["vram"]),
+        "ram": max(0, sum(host.values()) - capacity["ram"]),
+    }
+    if not spec.sparse:
+        other = sum(everything.values()) - capacity["ram"]
+        lack = {"ram": other} if other < lack["vram"] else {"vram": lack["vram"]}
+    short = {tier: nbytes for tier, nbytes in lack.items() if nbytes}
+    return Layout("none", {"vram": gpu, "ram": host}, capacity, resident=0.0, short=short)
 
 
 def _experts(spec: PlanSpec) -> int:
@@ -139,7 +164,9 @@ def _offloaded(
     kept = max(0, room) // spec.expert_nbytes * spec.expert_nbytes
     used["ram"] = {**host, "experts": kept}
     used["disk"] = {"experts": pool - kept}
-    return Layout("disk", used, capacity, slots, resident, kept / pool, pool - max(0, room))
+    return Layout(
+        "disk", used, capacity, slots, resident, kept / pool, {"ram": pool - max(0, room)}
+    )
 
 
 def capacities(machine: MachineProfile) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from headrace.engine.choosing import (
     choose_pool,
     host_budget,
     one_of,
+    require_expert_store,
 )
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
@@ -115,9 +116,10 @@ def _resolve_on_cpu(
         choices.append(Choice(name, str(value), reason))
 
     chosen("device", "cpu", host.reason)
+    require_expert_store(config, "everything runs on the CPU")
     _experts_on_cpu(config, spec, host.reason, chosen)
     backend = _backend(config, host.missing_kernels, chosen)
-    threads = choose_threads(machine.cpu, config.threads)
+    threads = choose_threads(machine.cpu, config.threads, measured=machine.measured_threads)
     chosen("threads", threads.threads, threads.reason)
     kv = choose_kv(
         config, spec, host.kv, backend, ("f32", "activations are float32 on a CPU"), chosen

@@ -19,6 +19,7 @@ from headrace.engine.choosing import (
     choose_pool,
     host_budget,
     one_of,
+    require_expert_store,
     why,
 )
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
@@ -76,7 +77,10 @@ def resolve_on_gpu(
     chosen("device", "cuda", why(None if config.device == "auto" else 1, f"{gpu.name} is there"))
     backend = config.backend or "triton"
     chosen("backend", backend, why(config.backend, "the kernels for CUDA GPUs"))
-    threads = choose_threads(machine.cpu, config.threads)
+    # The host loop needs a core: without one both paths halve (docs/LOG.md, 2026-11-29).
+    threads = choose_threads(
+        machine.cpu, config.threads, reserve=1, measured=machine.measured_threads
+    )
     chosen("threads", threads.threads, threads.reason)
     dense = _dense_format(config, sizes, chosen)
     default = ("bf16", "what tensor cores multiply")
@@ -106,6 +110,7 @@ def resolve_on_gpu(
     room = _GpuRoom(spec, pool, block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
     chosen("experts", placed.mode, placed.reason)
+    require_expert_store(config, None if placed.layout else placed.reason)
     context = choose_context(config, spec, placed.room, workspace, chosen)
     num_blocks = choose_pool(
         config,
@@ -130,8 +135,11 @@ def resolve_on_gpu(
         reserve_nbytes=RESERVE_NBYTES,
         budget_nbytes=host_budget(config, machine, chosen),
     )
-    if placed.mode != "gpu":
-        plan.require_fit("the experts must fit the host's memory; choose a smaller model or format")
+    if placed.mode != "gpu" and config.expert_disk is None:
+        plan.require_fit(
+            "the experts must fit the host's memory; choose a smaller model or format, or name a "
+            "folder on a fast disk with --expert-disk"
+        )
     chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
     return Resolved(
         context=context,
@@ -154,6 +162,9 @@ def resolve_on_gpu(
         dense_format=dense,
         slots=placed.layout is not None,
         vram=vram,
+        expert_ram_nbytes=max(0, plan.headroom_nbytes + plan.weights_nbytes),
+        pin_budget_nbytes=config.pin_budget_nbytes,
+        expert_disk=config.expert_disk,
     )
 
 

@@ -29,9 +29,10 @@ class Resolved:
     device: "cpu" or "cuda". backend: "cpu", "triton" or "reference". dense_format: what matrices are
     converted to at load, None to leave them as stored. experts: "gpu" (all in GPU memory), "hybrid",
     "stream" or "cpu". slots: experts lie in slots of the expert cache, in ``vram.experts_nbytes``
-    bytes; else they are part of the model. plan: host memory; vram: GPU memory. kv_pool: what is
-    allocated, on a GPU with the padding's block; kv_rank: residual scalars per token; kv_key: what
-    cached prefixes depend on beside their tokens.
+    bytes; else they are part of the model. plan: host memory; vram: GPU memory. expert_ram_nbytes: host
+    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. kv_pool:
+    what is allocated, on a GPU with the padding's block; kv_rank: residual scalars per token; kv_key:
+    what cached prefixes depend on beside their tokens.
     """
 
     context: int
@@ -54,6 +55,9 @@ class Resolved:
     vram: VramPlan | None = None
     kv_rank: int = 0
     kv_key: str = ""
+    expert_ram_nbytes: int = 0
+    pin_budget_nbytes: int | None = None
+    expert_disk: str | None = None
 
     @property
     def kv_tokens(self) -> int:

@@ -12,6 +12,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.messages import (
     Cancel,
     Command,
+    Explain,
     Fatal,
     Outputs,
     Progress,
@@ -23,6 +24,7 @@ from headrace.core.messages import (
 from headrace.core.request import RequestFailed
 from headrace.core.status import EngineSnapshot
 from headrace.engine.engine import Engine, Output
+from headrace.engine.explain_requests import ExplainRequests
 from headrace.engine.requests import failure
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class _Loop:
         self._engine = engine
         self._commands = commands
         self._events = events
+        self._explaining = ExplainRequests(engine, events.put)
         self._closing = False
         self._open: set[str] = set()
         self._reported = EngineSnapshot()
@@ -99,6 +102,7 @@ class _Loop:
                 if isinstance(item, RequestFailed) or item.usage is not None:
                     self._open.discard(item.request_id)
             self._send(outputs)
+            self._explaining.after_step()
             self._report()
         self._report(force=True)
 
@@ -125,6 +129,8 @@ class _Loop:
                     self._send([failure(request.request_id, error, out_of_memory=False)])
             case Cancel(request_id):
                 self._engine.cancel(request_id)
+            case Explain():
+                self._explaining.take(command)
             case Shutdown():
                 self._closing = True
                 for request_id in self._open:

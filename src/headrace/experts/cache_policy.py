@@ -15,11 +15,12 @@ the GPU's plan kernel has the same bits:
                                        v = ((f_0 + FLOOR_0) * q) * q
 
     ranking, once a step:  units in slots by (value, unit), ascending, values as of the step's begin
-    a victim for layer l:  of the first WINDOW units of the ranking that are still in their slots and
-                           whose expert was not used in this step, the smallest
+    victims of layer l:    the first WINDOW * num_slices units of the ranking that are still in their
+                           slots and whose expert was not used in this step, ordered by
                            v * TURN[distance], ties to the earlier one in the ranking;
                            distance = (layer(unit) - l - 1) mod L, layers that pass before its turn
-    admission:             v(newcomer) * ADMISSION > v(victim) * TURN[distance]
+    admission:             v(newcomer) * ADMISSION > v(victim) * TURN[distance], the first newcomer
+                           against the first victim, and so on; a victim that was spared stays first
 
 Values do not change between a step's begin and its use, so nothing is ranked again within a step. A
 token walks the layers in a cycle: of experts that are about equally cold the one whose turn has just
@@ -163,7 +164,7 @@ class LruPolicy:
 # mixture's traces (2026-11-29); the floors are rates of 0.02, 0.003 and 0.0005 a step over 1 - DECAY.
 HALF_LIVES = (2.0, 16.0, 512.0)
 FLOOR_RATES = (0.02, 0.003, 0.0005)
-WINDOW = 16
+WINDOW = 32  # experts' worth of units
 TURN_OCTAVES = 2.5  # log2 by which a turn just passed counts less than one that comes next
 ADMISSION_OCTAVES = 1.5
 
@@ -183,8 +184,8 @@ class ValueConstants:
     window: int
 
 
-def value_constants(num_layers: int) -> ValueConstants:
-    """The constants for a model of so many layers."""
+def value_constants(num_layers: int, num_slices: int = 1) -> ValueConstants:
+    """The constants for a model of so many layers and slices an expert."""
     exact = [2.0 ** (-1.0 / half_life) for half_life in HALF_LIVES]
     floors = [rate / (1.0 - decay) for rate, decay in zip(FLOOR_RATES, exact, strict=True)]
     turns = [2.0 ** (-TURN_OCTAVES * (d + 1) / num_layers) for d in range(num_layers)]
@@ -193,7 +194,7 @@ def value_constants(num_layers: int) -> ValueConstants:
         tuple(_float32(*floors)),
         tuple(_float32(*turns)),
         _float32(2.0**-ADMISSION_OCTAVES)[0],
-        WINDOW,
+        WINDOW * num_slices,
     )
 
 
@@ -206,12 +207,13 @@ class ValuePolicy:
 
     def __init__(self, shape: CacheShape, constants: ValueConstants | None = None) -> None:
         self.shape = shape
-        self.constants = constants or value_constants(shape.num_layers)
+        self.constants = constants or value_constants(shape.num_layers, shape.num_slices)
         self._counters = [array("f", bytes(4 * shape.num_all)) for _ in HALF_LIVES]
         self._values = self._worth(self._counters)
         self._slots: dict[int, None] = {}
         self._used: set[int] = set()  # experts, in this step
         self._ranking: list[int] | None = None
+        self._victims: list[tuple[float, int]] | None = None  # of this turn, with their worth
         self._layer = 0
 
     def begin_step(self) -> None:
@@ -224,31 +226,34 @@ class ValuePolicy:
     def look_up(self, experts: Sequence[int]) -> LookUp:
         hits: list[int] = []
         misses: list[tuple[float, int]] = []
-        for expert in experts:
-            self._layer = expert // self.shape.num_experts
-            for counter in self._counters:
+        self._victims = None
+        for counter in self._counters:
+            for expert in experts:
                 counter[expert] += 1.0
+        worths = self._worth([[f[expert] for expert in experts] for f in self._counters])
+        for expert, worth in zip(experts, worths, strict=True):
+            self._layer = expert // self.shape.num_experts
             self._used.add(expert)
-            self._values[expert] = self._worth([f[expert : expert + 1] for f in self._counters])[0]
-            worth = -self._values[expert]
+            self._values[expert] = worth
             for unit in self.shape.units_of(expert):
                 if unit in self._slots:
                     hits.append(unit)
                 else:
-                    misses.append((worth, unit))
+                    misses.append((-worth, unit))
         return LookUp(tuple(hits), tuple(unit for _, unit in sorted(misses)))
 
     def admit(self, unit: int) -> Admission | None:
         if len(self._slots) < self.shape.num_slots:
             self._slots[unit] = None
             return Admission(unit, None)
-        found = self._victim()
-        if found is None:
+        if self._victims is None:
+            self._victims = self._order()
+        while self._victims and self._victims[-1][1] not in self._slots:
+            self._victims.pop()  # a promotion took its slot
+        newcomer = self._values[self.shape.expert_of(unit)] * self.constants.admission
+        if not self._victims or not _float32(newcomer)[0] > self._victims[-1][0]:
             return None
-        worth, victim = found
-        newcomer = self.value(self.shape.expert_of(unit))
-        if not _float32(newcomer * self.constants.admission)[0] > worth:
-            return None
+        _, victim = self._victims.pop()
         self.replace(unit, victim)
         return Admission(unit, victim)
 
@@ -265,7 +270,7 @@ class ValuePolicy:
         """The three counters, slowest last."""
         return tuple(f[expert] for f in self._counters)
 
-    def _worth(self, counters: Sequence[array[float]]) -> array[float]:
+    def _worth(self, counters: Sequence[Sequence[float]]) -> array[float]:
         """v of each entry; every intermediate is rounded to float32."""
         a, b, c = (
             array("f", [f + floor for f in counter])
@@ -274,8 +279,8 @@ class ValuePolicy:
         q = array("f", map(mul, b, c))
         return array("f", map(mul, array("f", map(mul, a, q)), q))
 
-    def _victim(self) -> tuple[float, int] | None:
-        """The cheapest unit to lose at this layer's turn, with its value at this turn."""
+    def _order(self) -> list[tuple[float, int]]:
+        """This turn's victims with their worth, the first to go last."""
         if self._ranking is None:
             self._ranking = self._rank()
         shape, turn = self.shape, self.constants.turn
@@ -294,11 +299,9 @@ class ValuePolicy:
             if len(units) == self.constants.window:
                 break
         del self._ranking[:passed]
-        if not units:
-            return None
         worths = array("f", exact)
-        worth = min(worths)
-        return worth, units[worths.index(worth)]
+        order = sorted(range(len(units)), key=worths.__getitem__)
+        return [(worths[at], units[at]) for at in reversed(order)]
 
     def _rank(self) -> list[int]:
         """Units in slots by value, those of experts already used in this step left out: they are

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.core.errors import InternalError
 from headrace.experts.items import items_of
 from headrace.ops.expert_records import CpuExperts, SliceLayout
 from headrace.ops.records import Activation
@@ -16,21 +17,26 @@ class CpuExecutor:
 
     Args:
         kernels: ``ops.registry.cpu_experts()``.
-        bases: address of the first slab of each mixture; the caller keeps the memory.
+        slabs: of each mixture, uint8 [experts, num_slices, slice_nbytes] on the host.
     """
 
     def __init__(
         self,
         kernels: CpuExperts,
         layout: SliceLayout,
-        bases: Sequence[int],
-        num_experts: int,
+        slabs: Sequence[torch.Tensor],
         act: Activation,
     ) -> None:
+        for one in slabs:
+            expected = (layout.num_slices, layout.slice_nbytes)
+            if one.dtype is not torch.uint8 or one.shape[1:] != expected or not one.is_contiguous():
+                raise InternalError(
+                    f"slabs of a mixture: found {one.dtype} {list(one.shape)}, expected contiguous "
+                    f"uint8 [experts, {expected[0]}, {expected[1]}]"
+                )
         self._kernels = kernels
         self._layout = layout
-        self._bases = tuple(bases)
-        self._num_experts = num_experts
+        self._slabs = tuple(slabs)
         self._act = act
 
     def __call__(
@@ -40,8 +46,8 @@ class CpuExecutor:
         work = items_of(ids, weights, self._layout.num_slices)
         return self._kernels.run_now(
             self._layout,
-            self._bases[layer],
-            self._num_experts,
+            self._slabs[layer].data_ptr(),
+            len(self._slabs[layer]),
             self._act,
             x,
             work.items,

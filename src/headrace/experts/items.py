@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -28,17 +29,20 @@ def items_of(ids: torch.Tensor, weights: torch.Tensor, num_slices: int) -> Items
     weights; weights: float32 [T, k].
     """
     num_tokens, k = ids.shape
-    token = torch.arange(num_tokens).repeat_interleave(k)
-    expert, weight = ids.reshape(-1).long(), weights.reshape(-1)
+    expert = ids.reshape(-1).numpy().astype(np.int64)
+    token = np.repeat(np.arange(num_tokens), k)
     used = expert >= 0
-    keys, place = torch.unique(expert[used] * num_tokens + token[used], return_inverse=True)
-    pair_weight = torch.zeros(len(keys)).index_add_(0, place, weight[used])
-    experts, counts = torch.unique_consecutive(keys // max(num_tokens, 1), return_counts=True)
-    firsts = torch.cumsum(counts, 0) - counts
-    items = torch.empty((len(experts), num_slices, 4), dtype=torch.int32)
+    keys, place = np.unique(expert[used] * num_tokens + token[used], return_inverse=True)
+    pair_weight = np.zeros(len(keys), np.float32)
+    np.add.at(pair_weight, place, weights.reshape(-1).numpy()[used])
+    experts, firsts, counts = np.unique(
+        keys // max(num_tokens, 1), return_index=True, return_counts=True
+    )
+    items = np.empty((len(experts), num_slices, 4), np.int32)
     items[:, :, 0] = experts[:, None]
-    items[:, :, 1] = torch.arange(num_slices)
+    items[:, :, 1] = np.arange(num_slices)
     items[:, :, 2] = firsts[:, None]
     items[:, :, 3] = counts[:, None]
-    tokens = (keys % max(num_tokens, 1)).to(torch.int32)
-    return Items(items.reshape(-1, 4), tokens, pair_weight)
+    tokens = (keys % max(num_tokens, 1)).astype(np.int32)
+    tensor = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return Items(tensor(items.reshape(-1, 4)), tensor(tokens), tensor(pair_weight))

@@ -15,15 +15,16 @@ Pure decisions: no tensors here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.experts.split import GIGA, PathRates, fetch_seconds
 
-# A candidate replaces a resident only if it is worth this many times as much. A use adds 1 to a score
-# that is 1 to 16 for most experts, so a quarter is more than one use's noise on the hot ones; replays
-# of the demo mixture lose nothing up to 1.5 (benchmarks/routing/promotion.py).
-GAIN = 1.25
+# A candidate replaces a resident only if it is worth this many times as much. The value policy's worth
+# grows with about the fifth power of how often an expert is used, so this is 1.5 times as often.
+# Simulated on the demo mixture (docs/residency.md): 8 is best or equal on fast and slow links; 1.25
+# copies twice as much for no more hits, 64 leaves hits behind, 512 a quarter of promotion's gain.
+GAIN = 8.0
 # Share of the idle time that promotion uses; the rest absorbs what the prediction of it gets wrong.
 IDLE_SHARE = 0.8
 
@@ -141,13 +142,24 @@ class PromotionQueue:
             self._done_nbytes = 0
         self._waiting = [p for p in self._waiting if p.key != key]
 
-    def advance(self, budget_nbytes: int) -> list[Piece]:
-        """The pieces to copy now, ``budget_nbytes`` together at most."""
+    def advance(
+        self, budget_nbytes: int, begin: Callable[[Promotion], bool] | None = None
+    ) -> list[Piece]:
+        """The pieces to copy now, ``budget_nbytes`` together at most.
+
+        Args:
+            begin: asked before a promotion's first piece; False gives it up. The place to take its
+                slot, as the victim that it was offered with may have gone.
+        """
         pieces: list[Piece] = []
         while self._waiting and budget_nbytes > 0:
+            first = self._waiting[0]
+            if self._done_nbytes == 0 and begin is not None and not begin(first):
+                self._waiting.pop(0)
+                continue
             part = min(self.slice_nbytes - self._done_nbytes, budget_nbytes)
             last = self._done_nbytes + part == self.slice_nbytes
-            pieces.append(Piece(self._waiting[0], self._done_nbytes, part, last))
+            pieces.append(Piece(first, self._done_nbytes, part, last))
             budget_nbytes -= part
             self._done_nbytes = 0 if last else self._done_nbytes + part
             if last:

@@ -91,7 +91,7 @@ def random_store(
                 out[bias.offset : bias.offset + bias.nbytes] = 0
 
         counts = (range(num_layers), range(num_experts), range(layout.num_slices))
-        with ThreadPoolExecutor(threads) as workers, loader.times.timing("first_touch"):
+        with ThreadPoolExecutor(threads) as workers, loader.times.timing("random"):
             for _ in workers.map(make, itertools.product(*counts)):
                 pass
         loader.times.count(num_layers * store.layer_nbytes)

@@ -155,6 +155,7 @@ class Simulation:
         self._promote = promote and machine.paths.pcie_gbps > 0
         self._queue = PromotionQueue(machine.paths.slice_nbytes)
         self._idle_nbytes = 0  # of the last step
+        self._arriving: set[int] = set()  # units whose slot is theirs and whose bytes are not there
 
     def step(self, visits: Iterable[Sequence[int]]) -> None:
         """One decode step; ``visits``: each layer's experts, numbered over all layers."""
@@ -171,19 +172,24 @@ class Simulation:
         size = paths.slice_nbytes
         planned = clock.run(GPU, machine.dense_s + machine.plan_s, label="dense and plan")
         found = self.policy.look_up(experts)
-        missing = len(found.misses)
+        late = [unit for unit in found.hits if unit in self._arriving]
+        misses = (*late, *found.misses)
+        hits, missing = len(found.hits) - len(late), len(misses)
         q = self._fetch_count(missing)
-        for unit in found.misses[:q]:
+        for unit in misses[:q]:
             self._queue.drop(unit)
-            self.policy.admit(unit)
+            if unit in self._arriving:
+                self._arriving.discard(unit)
+            else:
+                self.policy.admit(unit)
         fetch_s, cpu_s = _both(q * size, (missing - q) * size, paths)
         arrived = clock.run(PCIE, fetch_s, after=planned, label="fetch") if q else planned
         answered = clock.run(CPU, cpu_s, after=planned, label="experts") if missing > q else planned
         unit_s = size / (machine.gpu_gbps * GIGA)
-        clock.run(GPU, len(found.hits) * unit_s, label="hits")
+        clock.run(GPU, hits * unit_s, label="hits")
         clock.run(GPU, q * unit_s, after=arrived, label="fetched")
         joined = clock.run(GPU, 0.0, after=answered)
-        self._count(len(found.hits), missing, q)
+        self._count(hits, missing, q)
         if self._promote:
             window_s = max(joined - planned, 0.0) + machine.dense_s + machine.plan_s
             self._advance(idle_nbytes(window_s, q, paths), arrived)
@@ -219,25 +225,34 @@ class Simulation:
 
     def _advance(self, budget_nbytes: int, after: float) -> None:
         self._idle_nbytes += budget_nbytes
-        pieces = self._queue.advance(budget_nbytes)
+        pieces = self._queue.advance(budget_nbytes, self._begin)
         nbytes = sum(piece.nbytes for piece in pieces)
         if nbytes:
             seconds = nbytes / (self.machine.paths.pcie_gbps * GIGA)
             self.clock.run(PCIE, seconds, after=after, label="promotion")
             self.totals.promoted += nbytes
-        for piece in pieces:
-            if piece.last:
-                self._place(piece.promotion)
+        self._arriving.difference_update(piece.promotion.key for piece in pieces if piece.last)
 
-    def _place(self, promotion: Promotion) -> None:
-        """The last piece has arrived: put it in place, unless place or need is gone."""
-        resident = set(self.policy.residents())
+    def _begin(self, promotion: Promotion) -> bool:
+        """A copy is about to begin: its slot is taken from the coldest unit of now, since demand may
+        have evicted the victim that was thought of. False if it is not worth it any more."""
+        policy, shape = self.policy, self.policy.shape
+        resident = set(policy.residents())
         if promotion.key in resident:
-            return
-        if promotion.victim in resident:
-            self.policy.replace(promotion.key, promotion.victim)
-        elif len(resident) < self.policy.shape.num_slots:
-            self.policy.replace(promotion.key, None)
+            return False
+        candidate = Valued(promotion.key, policy.value(shape.expert_of(promotion.key)))
+        inside = [
+            Valued(u, policy.value(shape.expert_of(u)))
+            for u in _coldest(policy, 1 + len(self._arriving))
+            if u not in self._arriving
+        ]
+        free = shape.num_slots - len(resident)
+        chosen = choose_promotions([candidate], inside, num_free=free, limit=1)
+        if not chosen:
+            return False
+        policy.replace(promotion.key, chosen[0].victim)
+        self._arriving.add(promotion.key)
+        return True
 
 
 def simulate(

@@ -1,19 +1,19 @@
 """Filling slabs from a checkpoint, by many threads at once, with the time of each part of the work.
 
-A thread takes one expert after another: it makes the slab's pages exist (*first touch*), brings the
-expert's bytes from the file into memory (*read*) and copies them (*repack*). NumPy and the kernel
-give up the interpreter lock for all three.
+A thread takes one expert after another: it asks for an expert further on to be read in the background,
+makes the slab's pages exist (*first touch*), waits for its own expert's bytes (*read*) and copies them
+(*repack*). NumPy and the kernel give up the interpreter lock for all three.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,20 @@ import torch
 from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import write_slab
 from headrace.formats.base import PackedTensor
-from headrace.machine.pages import PAGE_NBYTES, address_of, touch_for_reading, touch_for_writing
+from headrace.machine.pages import (
+    PAGE_NBYTES,
+    address_of,
+    touch_for_reading,
+    touch_for_writing,
+    will_need,
+)
 from headrace.ops.records import ExpertWeights
 
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[str, float], None]
-Task = tuple[int, Callable[[], None]]  # the layer it belongs to, and the work
+# Experts that each thread lets the disk read ahead: 13 MB each for gpt-oss, so that requests of all
+# threads together keep an SSD's queue full while they copy.
+_AHEAD = 2
 
 
 @dataclass
@@ -35,7 +43,7 @@ class LoadTimes:
     """Where the time of a load went.
 
     ``thread_s``: seconds by part (``read``, ``repack``, ``first_touch``, ``write`` summed over all
-    threads; ``pin`` of the calling thread, beside the others). Divided by ``threads`` a sum is the
+    threads; ``pin`` and ``random`` by the clock). Divided by ``threads`` a sum is the
     part's share of the wall clock.
     """
 
@@ -61,7 +69,8 @@ class LoadTimes:
 
     def wall_s(self, part: str) -> float:
         """The part's share of the wall clock."""
-        return self.thread_s.get(part, 0.0) / (1 if part == "pin" else self.threads)
+        by_clock = part in ("pin", "random")
+        return self.thread_s.get(part, 0.0) / (1 if by_clock else self.threads)
 
     def describe(self) -> str:
         """One line for people."""
@@ -86,23 +95,24 @@ class Loader:
         self,
         layers: Sequence[ExpertWeights],
         tensors: Sequence[torch.Tensor],
-        done: Callable[[int], None],
     ) -> None:
-        """Fill ``tensors[layer]``, uint8 [experts, slices, slice_nbytes]; ``done`` after each layer."""
+        """Fill ``tensors[layer]``, uint8 [experts, slices, slice_nbytes]."""
+
+        ahead = self._reader([(i, e) for i, t in enumerate(tensors) for e in range(len(t))], layers)
 
         def work(layer: int, expert: int) -> None:
+            ahead(layer, expert)
             slab = tensors[layer][expert]
             with self.times.timing("first_touch"):
                 touch_for_writing(slab.data_ptr(), slab.numel())
             self._pack(layers[layer], expert, slab)
 
-        self._run("repacking experts", _every(tensors, work), done)
+        self._run("repacking experts", _every(tensors, work))
 
     def copy(
         self,
         sources: Sequence[Bytes],
         tensors: Sequence[torch.Tensor],
-        done: Callable[[int], None],
     ) -> None:
         """Fill ``tensors[layer]`` from slabs that are there already, such as a slab file's."""
         nbytes = self.layout.slab_nbytes
@@ -113,20 +123,24 @@ class Loader:
             with self.times.timing("first_touch"):
                 touch_for_writing(address_of(slab), nbytes)
             with self.times.timing("read"):
+                will_need(address_of(source), nbytes)
                 touch_for_reading(address_of(source), nbytes)
             with self.times.timing("repack"):
                 slab[:] = source
             self.times.count(nbytes)
 
-        self._run("copying experts", _every(tensors, work), done)
+        self._run("copying experts", _every(tensors, work))
 
     def write(
         self, layers: Sequence[ExpertWeights], sink: Callable[[int, int, Bytes], None]
     ) -> None:
         """Give every slab to ``sink(layer, expert, bytes)``, which is called from many threads."""
         own = threading.local()
+        tasks = [(i, e) for i, layer in enumerate(layers) for e in range(len(layer.gate))]
+        ahead = self._reader(tasks, layers)
 
         def work(layer: int, expert: int) -> None:
+            ahead(layer, expert)
             slab: torch.Tensor | None = getattr(own, "slab", None)
             if slab is None:
                 shape = (self.layout.num_slices, self.layout.slice_nbytes)
@@ -135,14 +149,31 @@ class Loader:
             with self.times.timing("write"):
                 sink(layer, expert, slab.view(-1).numpy())
 
-        tasks = ((i, e) for i, layer in enumerate(layers) for e in range(len(layer.gate)))
-        work_list = [(i, lambda i=i, e=e: work(i, e)) for i, e in tasks]
-        self._run("writing the slab file", work_list, lambda layer: None)
+        work_list = [partial(work, i, e) for i, e in tasks]
+        self._run("writing the slab file", work_list)
 
     def finish(self) -> LoadTimes:
         """The times, from the making of this loader to now."""
         self.times.total_s = time.perf_counter() - self._start
         return self.times
+
+    def _reader(
+        self, tasks: Sequence[tuple[int, int]], layers: Sequence[ExpertWeights]
+    ) -> Callable[[int, int], None]:
+        """What asks for the expert that is ``_AHEAD`` turns of all threads after (layer, expert)."""
+        distance = _AHEAD * self.times.threads
+        place = {task: number for number, task in enumerate(tasks)}
+
+        def ahead(layer: int, expert: int) -> None:
+            number = place[layer, expert]
+            first = number + distance
+            wanted = tasks[first : first + 1] if number else tasks[: first + 1]
+            with self.times.timing("read"):
+                for at, e in wanted:
+                    for address, nbytes in source_ranges(layers[at], e):
+                        will_need(address, nbytes)
+
+        return ahead
 
     def _pack(self, experts: ExpertWeights, expert: int, slab: torch.Tensor) -> None:
         with self.times.timing("read"):
@@ -152,19 +183,18 @@ class Loader:
             write_slab(experts, expert, self.layout, slab)
         self.times.count(self.layout.slab_nbytes)
 
-    def _run(self, stage: str, tasks: Sequence[Task], done: Callable[[int], None]) -> None:
-        left = Counter(layer for layer, _ in tasks)
+    def report(self, stage: str, fraction: float) -> None:
+        """Tell whoever watches, on the calling thread."""
+        if self._progress is not None:
+            self._progress(stage, fraction)
+
+    def _run(self, stage: str, tasks: Sequence[Callable[[], None]]) -> None:
         pool = ThreadPoolExecutor(self.times.threads, thread_name_prefix="expert-load")
         try:
-            running: dict[Future[None], int] = {pool.submit(task): at for at, task in tasks}
+            running = [pool.submit(task) for task in tasks]
             for number, future in enumerate(as_completed(running), start=1):
                 future.result()
-                layer = running[future]
-                left[layer] -= 1
-                if not left[layer]:
-                    done(layer)
-                if self._progress is not None:
-                    self._progress(stage, number / len(tasks))
+                self.report(stage, number / len(tasks))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -196,9 +226,11 @@ def _ranges(matrix: PackedTensor) -> Iterable[tuple[int, int]]:
                 yield part.data_ptr(), nbytes
 
 
-def _every(tensors: Sequence[torch.Tensor], work: Callable[[int, int], None]) -> list[Task]:
+def _every(
+    tensors: Sequence[torch.Tensor], work: Callable[[int, int], None]
+) -> list[Callable[[], None]]:
     return [
-        (layer, lambda layer=layer, expert=expert: work(layer, expert))
+        partial(work, layer, expert)
         for layer, tensor in enumerate(tensors)
         for expert in range(tensor.shape[0])
     ]

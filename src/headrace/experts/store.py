@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -213,42 +213,34 @@ def build_store(
             elif file is not None:
                 store.add(file.layer(layer), mapped=True)
         tensors = [store.tensor(i) for i in range(in_ram)]
-        pins = _PinAsLoaded(store, limits if pin else None, loader.times)
         if file is not None:
-            loader.copy([file.layer(i).bytes for i in range(in_ram)], tensors, pins)
+            loader.copy([file.layer(i).bytes for i in range(in_ram)], tensors)
         else:
-            loader.repack(layers, tensors, pins)
+            loader.repack(layers, tensors)
+        refusal = _pin(store, in_ram, limits, loader) if pin else None
         store.times = loader.finish()
-        _say(store, pins.refusal if pin else None, file, in_ram)
+        _say(store, refusal, file, in_ram)
     except BaseException:
         store.close()
         raise
     return store
 
 
-@dataclass
-class _PinAsLoaded:
-    """Pins a layer as soon as it is loaded, until the budget ends or the host refuses."""
+def _pin(store: HostStore, count: int, limits: HostLimits, loader: Loader) -> str | None:
+    """Pin layers until the budget ends or the host refuses; why it ended before the last, if it did.
 
-    store: HostStore
-    limits: HostLimits | None
-    times: LoadTimes
-    refusal: str | None = None
-    used_nbytes: int = field(default=0)
-
-    def __call__(self, layer: int) -> None:
-        if self.limits is None or self.refusal is not None:
-            return
-        after = self.used_nbytes + self.store.layer_nbytes
-        if after > self.limits.pin_nbytes:
-            self.refusal = (
-                f"the limit is {self.limits.pin_nbytes / 1e9:.1f} GB ({self.limits.reason})"
-            )
-            return
-        with self.times.timing("pin"):
-            self.refusal = self.store.pin(layer)
-        if self.refusal is None:
-            self.used_nbytes = after
+    After loading, not beside it: 18 layers took 0.9 s once their pages were there, and 10.9 s while
+    other threads made pages (H200 machine, 2026-11-29).
+    """
+    for layer in range(count):
+        if (layer + 1) * store.layer_nbytes > limits.pin_nbytes:
+            return f"the limit is {limits.pin_nbytes / 1e9:.1f} GB ({limits.reason})"
+        with loader.times.timing("pin"):
+            refusal = store.pin(layer)
+        if refusal is not None:
+            return refusal
+        loader.report("pinning experts", (layer + 1) / count)
+    return None
 
 
 def _slab_file(

@@ -25,6 +25,8 @@ TOKENIZE = "template-tokenize"
 STREAM_WRITE = "stream-write"
 FLAG = "gpu-cpu-flag"
 LAUNCHES = "step-launches"
+SCHEDULE = "sched-iteration-level-scheduling"  # choosing, preparing and committing a batch
+DETOKENIZE = "detokenization-stop-string-scan"
 
 LEAVES = (
     EMBED,
@@ -46,4 +48,6 @@ LEAVES = (
     STREAM_WRITE,
     FLAG,
     LAUNCHES,
+    SCHEDULE,
+    DETOKENIZE,
 )

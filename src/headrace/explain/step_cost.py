@@ -18,22 +18,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.core.numeric import FORMATS
+from headrace.core.kv_formats import FORMATS as KV_FORMATS
 from headrace.core.plan_spec import AttentionKind, PlanSpec
 from headrace.explain import leaf
 from headrace.explain.cost import Work
 
 ACTIVATION_NBYTES = 2  # bfloat16 rows between kernels
-# Bits an element of the cache, by the name given with --kv-format. "nvfp4+fp8" keeps keys in NVFP4 and
-# values in FP8 (MpFA, arXiv 2609.33135), equally many of both.
-KV_BITS = {
-    "f32": 32.0,
-    "bf16": 16.0,
-    "f16": 16.0,
-    "fp8": 8.0,
-    "q8_0": FORMATS["q8_0"].bits_per_weight,
-    "q4_0": FORMATS["q4_0"].bits_per_weight,
-    "nvfp4+fp8": (FORMATS["nvfp4"].bits_per_weight + 8) / 2,
+_HEAD = 128  # of a typical model; the share of scales does not depend on it
+# Bits an element of the cache by the name of its format, keys and values together, without what a page
+# shares (two scales and a centre: under 2% at 64 tokens a page) and without residual scalars.
+KV_BITS: dict[str, float] = {
+    name: 8
+    * (fmt.key_nbytes(_HEAD, 0) + _HEAD * (1 if fmt.sealed else fmt.element_nbytes))
+    / (2 * _HEAD)
+    for name, fmt in KV_FORMATS.items()
 }
 
 

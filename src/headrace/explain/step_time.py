@@ -12,7 +12,7 @@ slower of link and GPU, plus one layer's share of the other: the first fetch or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.plan_spec import PlanSpec
 from headrace.explain import leaf
@@ -21,14 +21,22 @@ from headrace.explain.engine_model import EngineModel
 from headrace.explain.step_cost import Leaf, Placement, StepShape, step_leaves
 from headrace.machine.profile import MachineProfile
 
+# The memory channels bind where both paths' reads alone would take this share of the time: then a
+# faster link gains nothing.
+SATURATED = 0.9
+
 
 @dataclass(frozen=True)
 class PricedLeaf:
-    """A leaf and its price; ``exposed_s`` is its part of the step, 0 for what others hide."""
+    """A leaf and its price; ``exposed_s`` is its part of the step, 0 for what others hide.
+
+    ``bound`` is the price's own, or "dram" where fetches and the CPU share the memory channels.
+    """
 
     leaf: Leaf
     priced: Priced
     exposed_s: float
+    bound: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class StepTime:
         found: dict[str, float] = {}
         for one in self.leaves:
             if one.exposed_s > 0:
-                found[one.priced.bound] = found.get(one.priced.bound, 0.0) + one.exposed_s
+                found[one.bound] = found.get(one.bound, 0.0) + one.exposed_s
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
@@ -68,10 +76,19 @@ def step_time(
         MachineError: the machine has no rate that the step needs.
     """
     leaves = [*step_leaves(spec, shape, placement), *_launches(spec, placement, engine)]
+    machine = _in_a_graph(machine)
     priced = [(one, price(one.work, machine, engine.efficiency(one, machine))) for one in leaves]
     if shape.phase == "prefill":
         return _prefill(priced, max(1, spec.moe_layers))
     return _decode(priced, engine)
+
+
+def _in_a_graph(machine: MachineProfile) -> MachineProfile:
+    """The machine with the kernels of a graph, which start faster than one by one."""
+    if "graph_kernel" not in machine.rates:
+        return machine
+    rates = {**machine.rates, "kernel_launch": machine.rates["graph_kernel"]}
+    return replace(machine, rates=rates)
 
 
 def _launches(spec: PlanSpec, placement: Placement, engine: EngineModel) -> list[Leaf]:
@@ -94,8 +111,10 @@ def _decode(priced: Sequence[tuple[Leaf, Priced]], engine: EngineModel) -> StepT
     # Fetches read host memory too: what both paths read has to come out of the same channels.
     both = ("fetch", "misses")
     dram = sum(p.seconds.get("dram", 0.0) for one, p in priced if one.path in both)
-    slowest = max(sums, key=lambda name: sums[name])
-    stretch = max(1.0, dram / sums[slowest]) if slowest in both and sums[slowest] else 1.0
+    busier = max(both, key=lambda name: sums[name])
+    slowest = "hits" if sums["hits"] > max(sums[busier], dram) else busier
+    stretch = max(1.0, dram / sums[slowest]) if slowest == busier and sums[slowest] else 1.0
+    channels = dram >= SATURATED * sums[slowest] > 0
     found: list[PricedLeaf] = []
     for one, p in priced:
         ordered = engine.overlap == "none" or one.path in ("gpu", "cpu", "host")
@@ -103,7 +122,8 @@ def _decode(priced: Sequence[tuple[Leaf, Priced]], engine: EngineModel) -> StepT
             exposed = p.floor_s
         else:
             exposed = p.floor_s * stretch if one.path in beside[slowest] else 0.0
-        found.append(PricedLeaf(one, p, exposed))
+        shared = channels and not ordered and one.path in both
+        found.append(PricedLeaf(one, p, exposed, "dram" if shared else p.bound))
     return StepTime(sum(one.exposed_s for one in found), tuple(found))
 
 
@@ -113,5 +133,7 @@ def _prefill(priced: Sequence[tuple[Leaf, Priced]], moe_layers: int) -> StepTime
     # The longer of the two counts; of the shorter one only the first or the last layer shows.
     share = {True: 1.0, False: 1.0}
     share[fetch <= compute] = 1.0 / moe_layers if fetch else 1.0
-    found = [PricedLeaf(one, p, p.floor_s * share[one.path == "fetch"]) for one, p in priced]
+    found = [
+        PricedLeaf(one, p, p.floor_s * share[one.path == "fetch"], p.bound) for one, p in priced
+    ]
     return StepTime(sum(one.exposed_s for one in found), tuple(found))

@@ -115,6 +115,12 @@ class Attention:
         """Whether ``block`` tells everything: ``ops.attention_block`` has no second norm."""
         return self._post_norm is None
 
+    @property
+    def weights(self) -> tuple[PackedTensor, PackedTensor, PackedTensor, PackedTensor]:
+        """q, k, v, o as stored."""
+        q, k, v = self._weights
+        return q, k, v, self._o.weight
+
     def block(self, norm: Norm) -> AttentionBlock:
         """This layer behind ``norm`` as one operation, for ``ops.attention_block``."""
         shape = self._shape

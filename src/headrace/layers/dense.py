@@ -43,6 +43,11 @@ class DenseFeedForward:
         """Whether ``block`` tells everything: ``ops.dense_block`` has no second norm."""
         return self._post_norm is None
 
+    @property
+    def weights(self) -> tuple[PackedTensor, PackedTensor, PackedTensor]:
+        """gate, up, down as stored."""
+        return self._gate, self._up, self._down
+
     def block(self, norm: Norm) -> DenseBlock:
         """This layer behind ``norm`` as one operation, for ``ops.dense_block``."""
         return DenseBlock(norm.weight, norm.eps, self._gate, self._up, self._down, self._act)

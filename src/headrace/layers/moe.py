@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from headrace.formats.base import PackedTensor
 from headrace.layers.router import Router
 from headrace.ops.records import Activation, ExpertWeights
 from headrace.ops.registry import OpSet
@@ -30,18 +31,23 @@ class MixtureExecutor(Protocol):
 class InMemoryExperts:
     """All experts where the rest of the model is: one ``ops.moe`` call for each mixture."""
 
-    __slots__ = ("_act", "_experts", "_moe")
+    __slots__ = ("_act", "_experts", "_ops")
 
     def __init__(self, ops: OpSet, experts: Sequence[ExpertWeights], act: Activation) -> None:
-        self._moe = ops.moe
+        self._ops = ops
         self._experts = tuple(experts)
         self._act = act
+
+    @property
+    def weights(self) -> tuple[ExpertWeights, ...]:
+        """Every mixture's experts, in order."""
+        return self._experts
 
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """See ``MixtureExecutor``."""
-        return self._moe(x, ids, weights, self._experts[layer], self._act)
+        return self._ops.moe(x, ids, weights, self._experts[layer], self._act)
 
 
 class Mixture:
@@ -60,6 +66,18 @@ class Mixture:
         self._router = router
         self._experts = experts
         self.on_routing: RoutingObserver | None = None
+
+    @property
+    def router_weight(self) -> PackedTensor:
+        """[E, D] as stored."""
+        return self._router.weight
+
+    @property
+    def experts(self) -> ExpertWeights | None:
+        """This mixture's experts where they are in memory; None where an executor keeps them."""
+        if isinstance(self._experts, InMemoryExperts):
+            return self._experts.weights[self._index]
+        return None
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, valid: torch.Tensor | None = None

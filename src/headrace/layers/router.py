@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.core.model_spec import MoeSpec
+from headrace.formats.base import PackedTensor
 from headrace.layers.linear import Linear
 from headrace.ops.registry import OpSet
 
@@ -12,15 +13,20 @@ from headrace.ops.registry import OpSet
 class Router:
     """Scores every expert and keeps the k best."""
 
-    __slots__ = ("_k", "_linear", "_normalize", "_scoring", "_topk")
+    __slots__ = ("_k", "_linear", "_normalize", "_ops", "_scoring")
 
     def __init__(self, ops: OpSet, linear: Linear, spec: MoeSpec) -> None:
-        self._topk = ops.router_topk
+        self._ops = ops
         self._linear = linear
         self._k = spec.num_experts_per_token
         self._scoring = spec.scoring
         self._normalize = spec.normalize
 
+    @property
+    def weight(self) -> PackedTensor:
+        """[E, D] as stored."""
+        return self._linear.weight
+
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: float32 [T, D] -> ids int32 [T, k], weights float32 [T, k]."""
-        return self._topk(self._linear(x), self._k, self._scoring, self._normalize)
+        return self._ops.router_topk(self._linear(x), self._k, self._scoring, self._normalize)

@@ -10,6 +10,7 @@ import torch
 
 from headrace.core.errors import DoesNotFitError, MachineError
 from headrace.machine.device_api import DeviceMemory, Outputs
+from headrace.machine.probe import GpuInfo
 
 # Memory that the driver takes for a process that computes with torch and Triton, where it cannot be
 # seen from the difference in free memory.
@@ -19,6 +20,17 @@ CONTEXT_NBYTES = 600 * 2**20
 _WARM_UP_RUNS = 2
 # How torch begins the message of an error of the driver or of a kernel (c10/cuda/CUDAException.h).
 _DRIVER_ERROR = "CUDA error"
+
+
+def visible_gpus() -> tuple[GpuInfo, ...]:
+    """The GPUs that torch sees, in its order; asking for their memory starts CUDA on each."""
+    if not torch.cuda.is_available():
+        return ()
+    found: list[GpuInfo] = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(GpuInfo(index, torch.cuda.get_device_name(index), total, free, ""))
+    return tuple(found)
 
 
 class CudaGraph:

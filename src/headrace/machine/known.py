@@ -27,6 +27,7 @@ UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30, "TB": 10**12, "Ti
 # What one kernel costs the stream that runs it. A CUDA graph's kernels follow each other within 1 to
 # 2 us; without a graph each costs the host about 5 us (NVIDIA developer blog, "Getting started with
 # CUDA graphs", 2019: 9.6 us launched one by one, 3.4 us in a graph of 2.9 us kernels, on a V100).
+KERNEL_LAUNCH_S = 5e-6
 GRAPH_KERNEL_S = 1.5e-6
 THREAD_WAKE_S = 10e-6
 DISK_GBPS = 7.0
@@ -124,7 +125,8 @@ def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachinePro
     rates["thread_wake"] = Rate(THREAD_WAKE_S, "s", "alone", "estimate")
     if gpu is not None:
         rates["pcie_h2d"] = _rate(*chosen["link"].rates["pcie_h2d"])
-        rates["kernel_launch"] = Rate(GRAPH_KERNEL_S, "s", "alone", "estimate: inside a CUDA graph")
+        rates["kernel_launch"] = Rate(KERNEL_LAUNCH_S, "s", "alone", "estimate: one by one")
+        rates["graph_kernel"] = Rate(GRAPH_KERNEL_S, "s", "alone", "estimate: inside a CUDA graph")
         for rate, (value, source) in gpu.rates.items():
             if rate in ("hbm_read", "link"):
                 rates[rate] = _rate(value, source)

@@ -68,10 +68,14 @@ def touch_for_writing(address: int, nbytes: int) -> None:
         bytes_at(address, nbytes)[::PAGE_NBYTES] = 0
 
 
+def will_need(address: int, nbytes: int) -> None:
+    """Have a mapped file's range read in the background."""
+    _advise(*_whole_pages(address, nbytes), _MADV_WILLNEED)
+
+
 def touch_for_reading(address: int, nbytes: int) -> None:
-    """Bring the pages of a mapped file into memory, the whole range asked for at once."""
+    """Bring the pages of a mapped file into memory."""
     pages = _whole_pages(address, nbytes)
-    _advise(*pages, _MADV_WILLNEED)
     if not _advise(*pages, _MADV_POPULATE_READ):
         bytes_at(address, nbytes)[::PAGE_NBYTES].max(initial=0)
 

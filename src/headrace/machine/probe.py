@@ -107,7 +107,11 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine and the software that matters: versions by package, None where not installed."""
+    """This machine and the software that matters: versions by package, None where not installed.
+
+    ``measured_threads``: the best number of CPU threads according to the stored profile, if there is
+    one (``machine.profile_store.with_profile``).
+    """
 
     system: str
     wsl: bool
@@ -117,6 +121,7 @@ class Machine:
     python: str
     packages: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
     gpus: tuple[GpuInfo, ...] = ()
+    measured_threads: int | None = None
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

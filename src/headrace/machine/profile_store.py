@@ -7,12 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.machine.probe import CpuInfo
+from headrace.machine.probe import CpuInfo, Machine
 from headrace.machine.profile import MachineProfile
 
 PROFILES_VARIABLE = "HEADRACE_PROFILES"
@@ -70,6 +70,18 @@ def find_profile(key: MachineKey, folder: Path) -> tuple[MachineProfile | None, 
         return MachineProfile.load(path), str(path)
     except ConfigError as error:
         return None, f"{error.message}; `headrace bench machine` measures it again"
+
+
+def profile_of(machine: Machine, folder: Path | None = None) -> tuple[MachineProfile | None, str]:
+    """The stored profile of a machine that was probed with its GPUs; see ``find_profile``."""
+    gpu = machine.gpus[0].name if machine.gpus else None
+    return find_profile(machine_key(machine.cpu, gpu), folder or profiles_folder())
+
+
+def with_profile(machine: Machine, folder: Path | None = None) -> Machine:
+    """The machine with what its stored profile says about threads; itself without one."""
+    profile, _ = profile_of(machine, folder)
+    return machine if profile is None else replace(machine, measured_threads=profile.best_threads)
 
 
 def age_days(profile: MachineProfile, now: datetime | None = None) -> float | None:

@@ -8,12 +8,11 @@ stream back until the event, and ``synchronize`` holds the host back.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
+from headrace.machine.device import HostDevice
 from headrace.machine.virtual import VirtualClock
 
 
@@ -40,9 +39,13 @@ class VirtualEvent:
         self._device = device
         self.at_s = 0.0
 
-    def record(self, stream: VirtualStream | None = None) -> None:
+    def record(self, stream: Any = None) -> None:
         """Mark the end of the stream's work so far (the current stream if None)."""
         self.at_s = (stream or self._device.current).at_s
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        """Hold the stream (the current one if None) back until the event."""
+        (stream or self._device.current).wait_event(self)
 
     def synchronize(self) -> None:
         """The host waits for the event."""
@@ -53,16 +56,14 @@ class VirtualEvent:
         return 1e3 * (end.at_s - self.at_s)
 
 
-class VirtualDevice:
-    """The CPU computes; the clock says how long the machine of the test would have taken.
+class VirtualDevice(HostDevice):
+    """The host computes; the clock says how long the machine of the test would have taken.
 
     Args:
         clock: shared with whoever adds work of other parts of the machine (the CPU's experts, say).
     """
 
     name = "virtual"
-    torch_device = torch.device("cpu")
-    backends: Sequence[str] = ("cpu", "reference")
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -78,7 +79,7 @@ class VirtualDevice:
     def event(self) -> VirtualEvent:
         return VirtualEvent(self)
 
-    def use(self, stream: VirtualStream) -> AbstractContextManager[Any]:
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Charge what is done inside to this stream."""
         return self._using(stream)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -54,6 +54,19 @@ class DecoderLayer:
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+
+    def matrices(self) -> Iterator[tuple[str, PackedTensor]]:
+        """See ``Decoder.matrices``."""
+        yield from zip(("q", "k", "v", "o"), self._attention.weights)
+        if isinstance(self.feed_forward, DenseFeedForward):
+            yield from zip(("gate", "up", "down"), self.feed_forward.weights)
+            return
+        yield "router", self.feed_forward.router_weight
+        experts = self.feed_forward.experts
+        if experts is not None:
+            for stack in (experts.gate, experts.up, experts.down):
+                for weight in stack:
+                    yield "expert", weight
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
@@ -108,6 +121,16 @@ class Decoder:
         for layer in self._layers:
             if isinstance(layer.feed_forward, Mixture):
                 layer.feed_forward.on_routing = observer
+
+    def matrices(self) -> Iterator[tuple[str, PackedTensor]]:
+        """Every matrix as (name of its kind, as stored): "embed", "q", "k", "v", "o", "gate", "up",
+        "down", "router", "expert", "lm_head". A tied head comes twice. Experts that an executor
+        keeps do not come.
+        """
+        yield "embed", self._embed
+        for layer in self._layers:
+            yield from layer.matrices()
+        yield "lm_head", self._lm_head.weight
 
     @torch.inference_mode()
     def forward(

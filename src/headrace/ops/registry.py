@@ -7,6 +7,8 @@ dtypes stand in ``headrace.ops.reference``, whose functions are the oracles of t
 from __future__ import annotations
 
 import importlib
+import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +52,45 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Op:
-    """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle."""
+    """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle.
+
+    times_parts: a block whose function takes ``seconds``, doubles that grow by the times of its parts.
+    """
 
     name: str
     backend: str
     function: Callable[..., Any]
     tolerance: float
+    times_parts: bool = False
+
+
+# Told of each call: the operation's name, its positional arguments, seconds, and, for a block that
+# times its parts, the parts' seconds in the order of ``BLOCKS`` (else nothing).
+OpWatcher = Callable[[str, tuple[Any, ...], float, Sequence[float]], None]
+
+
+def _watched(op: Op, watcher: OpWatcher) -> Callable[..., Any]:
+    """``op.function`` with a stop-watch around it."""
+    name, function, now = op.name, op.function, time.perf_counter
+    if op.times_parts:
+        none = [0.0] * len(BLOCKS[name])
+
+        def block(*args: Any) -> Any:
+            seconds = array("d", none)
+            start = now()
+            result = function(*args, seconds)
+            watcher(name, args, now() - start, seconds)
+            return result
+
+        return block
+
+    def whole(*args: Any) -> Any:
+        start = now()
+        result = function(*args)
+        watcher(name, args, now() - start, ())
+        return result
+
+    return whole
 
 
 class OpSet:
@@ -68,6 +103,16 @@ class OpSet:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise InternalError(f"operation {name!r} has no implementation on this device")
+
+    def watch(self, watcher: OpWatcher | None) -> None:
+        """Time every call from now on and tell ``watcher``; None: stop, and call the kernels directly.
+
+        Callers look operations up at each call, so that this takes effect at once and costs nothing
+        while nobody watches. On a device that computes behind the caller's back the times are those
+        of the launches.
+        """
+        for name, op in self.chosen.items():
+            setattr(self, name, op.function if watcher is None else _watched(op, watcher))
 
     def has(self, name: str) -> bool:
         """Whether there is an operation ``name``: those of ``BLOCKS`` may be missing."""
@@ -120,6 +165,20 @@ def cpu_experts() -> CpuExperts:
         )
     module: Any = importlib.import_module("headrace.ops.cpu.expert_service")
     return module
+
+
+def gpu_experts() -> Any:
+    """The kernels of the expert cache: the module ``ops.triton.experts``.
+
+    Raises:
+        MachineError: Triton's kernels cannot run here.
+    """
+    reason = unavailable_reason("triton")
+    if reason is not None:
+        raise MachineError(
+            f"the expert cache has no GPU kernels: {reason}", hint="use --device cpu"
+        )
+    return importlib.import_module("headrace.ops.triton.experts")
 
 
 def instruction_set(backend: str) -> str | None:

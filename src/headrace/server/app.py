@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from headrace import __version__
 from headrace.server.client import EngineClient
 from headrace.server.errors import add_error_handlers
+from headrace.server.explain_routes import explain_router
 from headrace.server.frontend import TextFrontend
 from headrace.server.metrics import Metrics
 from headrace.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -37,7 +38,13 @@ def create_app(
     app = FastAPI(title="Headrace", version=__version__)
     app.state.services = services
     add_error_handlers(app)
-    for make_router in (chat_router, completions_router, status_router, token_router):
+    for make_router in (
+        chat_router,
+        completions_router,
+        status_router,
+        token_router,
+        explain_router,
+    ):
         app.include_router(make_router(services))
     # The last one added runs first: answers to preflight requests need no key, errors carry CORS.
     app.add_middleware(BodyLimitMiddleware, max_nbytes=settings.max_body_nbytes)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from headrace.core import errors
+from headrace.core.messages import Explain, Explained
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed
 from headrace.core.status import EngineInfo, EngineSnapshot
 
@@ -53,6 +54,14 @@ class EngineClient(Protocol):
 
         Raises:
             HeadraceError: the request failed, or the engine is not there (any more).
+        """
+        ...
+
+    async def explain(self, command: Explain) -> Explained:
+        """Have the engine say where the time of its steps goes.
+
+        Raises:
+            HeadraceError: the engine is not there (any more).
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -11,8 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from headrace.core.request import OutputDelta
 from headrace.core.status import EngineSnapshot
 from headrace.server.client import EngineState, Phase
-
-log = logging.getLogger(__name__)
+from headrace.server.expert_metrics import ExpertMetrics, advance
 
 # Seconds. First tokens range from milliseconds (warm, short) to minutes (long prompts on a CPU),
 # tokens after them from a millisecond to about a second.
@@ -67,6 +65,7 @@ class Metrics:
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
         )
+        self._experts = ExpertMetrics(self.registry)
         self._gap = Histogram(
             "headrace_inter_token_seconds",
             "Between the tokens of one sequence, after the first.",
@@ -96,20 +95,15 @@ class Metrics:
     def render(self, snapshot: EngineSnapshot, state: EngineState) -> bytes:
         """Return the text of ``/metrics`` after taking in ``snapshot``."""
         for name, counter in self._counters.items():
-            self._advance(counter, name, getattr(self._last, name), getattr(snapshot, name))
+            advance(counter, name, getattr(self._last, name), getattr(snapshot, name))
         for reason, total in snapshot.requests_finished.items():
             before = self._last.requests_finished.get(reason, 0)
-            self._advance(self._finished.labels(reason), f"finished {reason}", before, total)
+            advance(self._finished.labels(reason), f"finished {reason}", before, total)
         alive = state.phase is Phase.READY
         for name, gauge in self._gauges.items():
             # A dead engine runs nothing, whatever its last message said.
             gauge.set(getattr(snapshot, name) if alive else 0)
+        self._experts.take(snapshot.experts, alive=alive)
         self._ready.set(1 if alive else 0)
         self._last = snapshot
         return generate_latest(self.registry)
-
-    def _advance(self, counter: Counter, name: str, before: float, after: float) -> None:
-        if after < before:
-            log.warning("the total %s went back from %s to %s; ignored", name, before, after)
-            return
-        counter.inc(after - before)

@@ -20,6 +20,8 @@ from headrace.core.messages import (
     Cancel,
     Command,
     Event,
+    Explain,
+    Explained,
     Fatal,
     Outputs,
     Progress,
@@ -82,6 +84,7 @@ class ProcessClient:
         self.snapshot = EngineSnapshot()
         self.settled = asyncio.Event()  # set when loading has ended, in either way
         self._open: dict[str, asyncio.Queue[OutputDelta | HeadraceError]] = {}
+        self._explaining: dict[str, asyncio.Future[Explained]] = {}
         self._closing = False
         # spawn: a fork would copy this process's threads and locks in whatever state they are.
         self._context = multiprocessing.get_context("spawn")
@@ -138,6 +141,17 @@ class ProcessClient:
                 yield item
         finally:
             self.cancel(request.request_id)
+
+    async def explain(self, command: Explain) -> Explained:
+        """See ``EngineClient.explain``."""
+        require_ready(self)
+        answer: asyncio.Future[Explained] = self._loop.create_future()
+        self._explaining[command.request_id] = answer
+        self._send(command)
+        try:
+            return await answer
+        finally:
+            self._explaining.pop(command.request_id, None)
 
     def cancel(self, request_id: str) -> None:
         """See ``EngineClient.cancel``."""
@@ -197,6 +211,10 @@ class ProcessClient:
                     self._deliver(item)
             case Snapshot(snapshot):
                 self.snapshot = snapshot
+            case Explained():
+                waiting = self._explaining.get(event.request_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(event)
             case Progress(stage, fraction):
                 self.progress(stage, fraction)
             case Ready(info):
@@ -234,6 +252,9 @@ class ProcessClient:
         for arrived in self._open.values():
             arrived.put_nowait(error)
         self._open.clear()
+        for waiting in self._explaining.values():
+            if not waiting.done():
+                waiting.set_exception(error)
 
 
 def _exit_text(code: int | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from headrace.cli import doctor
 from headrace.cli.main import main
 from headrace.machine.probe import GpuInfo, probe_machine
+from headrace.machine.profile import HostProfile, MachineProfile
 from headrace.machine.threads import choose_threads
 from tests.fixtures.fake_host import FakeCore, write, write_meminfo, write_topology
 
@@ -92,3 +95,38 @@ def test_the_registry_is_asked() -> None:
     assert set(kernels.reasons) >= {"cpu", "reference"}
     assert kernels.reasons["reference"] is None
     assert set(kernels.serving.values()) <= {"cpu", "reference"}
+
+
+def test_memory_of_both_kinds_and_the_profile(host: Path) -> None:
+    machine = probe_machine(host, affinity=range(20))
+    gpu = GpuInfo(0, "NVIDIA H200", 150 * 10**9, 120 * 10**9, "580.95")
+    seen = dataclasses.replace(machine, gpus=(gpu,))
+    profile = MachineProfile(
+        name="desk",
+        origin="measured",
+        host=HostProfile("Toy 9000", 20, 32 * 10**9),
+        best_threads=7,
+        measured_at=(datetime.now(UTC) - timedelta(days=3)).isoformat(),
+    )
+    accounts = doctor.Accounts(24 * 10**9, "75% of 32.0 GB of usable RAM", profile, "/x/desk.json")
+    rows = doctor.lines(seen, choose_threads(machine.cpu), BUILT, accounts)
+    text = "\n".join(f"{label}: {text}" for label, text in rows)
+    assert "pinned memory: at most 24.0 GB: 75% of 32.0 GB of usable RAM" in text
+    assert "GPU 0 memory: 30.0 GB in use, 120 GB free" in text
+    assert "machine profile: /x/desk.json" in text
+    assert "measured 3 days ago; best number of CPU threads 7" in text
+    data = doctor.report(seen, choose_threads(machine.cpu), BUILT, accounts)
+    assert data["pinned_memory"]["limit_nbytes"] == 24 * 10**9
+    assert data["profile"]["best_threads"] == 7
+    assert round(data["profile"]["age_days"]) == 3
+
+
+def test_without_a_profile_it_says_how_to_get_one(
+    host: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_PROFILES", str(tmp_path / "none"))
+    machine = probe_machine(host, affinity=range(20))
+    accounts = doctor.look_at_accounts(machine)
+    rows = doctor.lines(machine, choose_threads(machine.cpu), BUILT, accounts)
+    assert ("machine profile", "none; `headrace bench machine` measures one") in rows
+    assert ("pinned memory", "none: there is no GPU to read it") in rows

@@ -125,7 +125,7 @@ def test_the_value_policy_equals_a_naive_float32_model(num_slices: int) -> None:
     layers, experts, slots = 5, 12, 17
     rng = np.random.default_rng(7)
     policy = ValuePolicy(CacheShape(layers, experts, slots, num_slices))
-    constants = value_constants(layers)
+    constants = value_constants(layers, num_slices)
     decay, floor, turn = (np.float32(v) for v in (constants.decay, constants.floor, constants.turn))
     counters = np.zeros((3, layers * experts), np.float32)
     resident: set[int] = set()
@@ -154,19 +154,22 @@ def test_the_value_policy_equals_a_naive_float32_model(num_slices: int) -> None:
             found = policy.look_up(chosen.tolist())
             assert set(found.hits) == set(units) & resident
             assert list(found.misses) == missing
+            live = [u for u in ranking if u in resident and u // num_slices not in used]
+            live = live[: constants.window]
+            keyed = [
+                now[u // num_slices] * turn[(u // num_slices // experts - layer - 1) % layers]
+                for u in live
+            ]
+            victims = [live[i] for i in np.argsort(keyed, kind="stable")]
+            worth = dict(zip(live, keyed, strict=True))
             for unit in missing[: rng.integers(0, len(missing) + 1)]:
-                live = [u for u in ranking if u in resident and u // num_slices not in used]
-                keyed = [
-                    (now[u // num_slices] * turn[(u // num_slices // experts - layer - 1) % layers])
-                    for u in live[: constants.window]
-                ]
                 expected: Admission | None = None
                 if len(resident) < slots:
                     expected = Admission(unit, None)
-                elif keyed:
-                    at = int(np.argmin(keyed))
-                    if now[unit // num_slices] * np.float32(constants.admission) > keyed[at]:
-                        expected = Admission(unit, live[at])
+                elif victims:
+                    offered = now[unit // num_slices] * np.float32(constants.admission)
+                    if offered > worth[victims[0]]:
+                        expected = Admission(unit, victims.pop(0))
                 assert policy.admit(unit) == expected
                 if expected is not None:
                     resident.discard(-1 if expected.victim is None else expected.victim)

@@ -17,12 +17,12 @@ from headrace.experts.split import PathRates
 
 def test_free_places_first_then_the_coldest_residents() -> None:
     found = choose_promotions(
-        [Valued(1, 3.0), Valued(2, 9.0), Valued(3, 5.0)],
+        [Valued(1, 30.0), Valued(2, 90.0), Valued(3, 50.0)],
         [Valued(10, 2.0), Valued(11, 4.0)],
         num_free=1,
         limit=8,
     )
-    # 2 into the free place, 3 (5.0) over 10 (2.0); 1 (3.0) does not beat 11 (4.0)
+    # 2 into the free place, 3 (50) over 10 (2); 1 (30) is not worth 8 times 11 (4)
     assert found == (Promotion(2, None), Promotion(3, 10))
 
 
@@ -38,11 +38,11 @@ def test_the_limit_and_worthless_candidates() -> None:
 
 def test_hysteresis_stops_where_nothing_would_improve() -> None:
     residents = [Valued(10, 4.0)]
-    assert choose_promotions([Valued(1, 5.0)], residents, num_free=0, limit=1) == ()
-    found = choose_promotions([Valued(1, 5.1)], residents, num_free=0, limit=1)
+    assert choose_promotions([Valued(1, 32.0)], residents, num_free=0, limit=1) == ()
+    found = choose_promotions([Valued(1, 32.1)], residents, num_free=0, limit=1)
     assert found == (Promotion(1, 10),)
-    # and the one that left does not come back: 4.0 is not 1.25 times 5.1
-    assert choose_promotions([Valued(10, 4.0)], [Valued(1, 5.1)], num_free=0, limit=1) == ()
+    # and the one that left does not come back: 4.0 is not 8 times 32.1
+    assert choose_promotions([Valued(10, 4.0)], [Valued(1, 32.1)], num_free=0, limit=1) == ()
     with pytest.raises(ValueError, match="gain"):
         choose_promotions([], [], num_free=0, limit=1, gain=0.5)
 
@@ -69,6 +69,17 @@ def test_a_copy_in_pieces_counts_when_its_last_piece_is_there() -> None:
     assert queue.keys == {8}
     with pytest.raises(ValueError, match="under way"):
         queue.offer([])
+    asked: list[int] = []
+
+    def refuse(promotion: Promotion) -> bool:
+        asked.append(promotion.key)
+        return False
+
+    assert [p.offset for p in queue.advance(30, refuse)] == [20]  # it has begun: nobody is asked
+    assert asked == []
     queue.drop(8)
     assert queue.idle
     assert queue.advance(60) == []
+    queue.offer([Promotion(9, 1)])
+    assert queue.advance(60, refuse) == []
+    assert (asked, queue.idle) == ([9], True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from headrace.machine.probe import GpuInfo, probe_machine
 from headrace.machine.profile import HostProfile, MachineProfile
 from headrace.machine.profile_store import (
     MachineKey,
     age_days,
     find_profile,
+    machine_key,
     profiles_folder,
     save_profile,
+    with_profile,
 )
+from tests.fixtures.fake_host import smt_cores, write, write_topology
 
 PROFILE = MachineProfile(
     name="desk",
@@ -57,3 +62,14 @@ def test_the_folder(tmp_path: Path) -> None:
 def test_age() -> None:
     assert age_days(PROFILE, datetime(2026, 11, 22, tzinfo=UTC)) == 1.5
     assert age_days(MachineProfile("x", "catalogued", PROFILE.host)) is None
+
+
+def test_a_machine_takes_the_threads_of_its_profile(tmp_path: Path) -> None:
+    write_topology(tmp_path / "root", smt_cores(8))
+    write(tmp_path / "root/proc/cpuinfo", "model name : Toy 9000")
+    machine = probe_machine(tmp_path / "root", affinity=range(16))
+    assert with_profile(machine, tmp_path).measured_threads is None
+    save_profile(replace(PROFILE, best_threads=7), machine_key(machine.cpu, None), tmp_path)
+    assert with_profile(machine, tmp_path).measured_threads == 7
+    gpu = replace(machine, gpus=(GpuInfo(0, "NVIDIA H200", 1, 1, "580"),))
+    assert with_profile(gpu, tmp_path).measured_threads is None  # measured without it

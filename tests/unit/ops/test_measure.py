@@ -12,6 +12,7 @@ from headrace.experts.measure import open_load
 from headrace.machine.pages import HostBlock
 from headrace.ops import measure, registry
 from headrace.ops.measure import gpu_kernels, read_load
+from tests.fixtures.triton_compile import cross_compile
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton, only_interpreted
 
 needs_native = pytest.mark.skipif(
@@ -102,3 +103,23 @@ def test_a_ping_without_answer_ends() -> None:
     seq, ack = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     probes.ping_kernel[(1,)](seq, ack, 3, 5)
     assert int(seq) == 3
+
+
+@needs_triton
+@pytest.mark.slow
+def test_probe_kernels_compile_for_hopper() -> None:
+    module = "headrace.ops.triton.probes:"
+    words = {"source": "*i64", "sums": "*i64", "target": "*i64", "num_words": "i32"}
+    flags = {"seq": "*i32", "ack": "*i32", "count": "i32", "most_looks": "i32", "word": "*i32"}
+    specs = [
+        {
+            "kernel": module + name,
+            "signature": words | flags,
+            "constexprs": {"WORDS": 2048} if name in ("read_kernel", "gather_kernel") else {},
+            "options": {"num_warps": 8},
+        }
+        for name in ("read_kernel", "gather_kernel", "nothing_kernel", "ping_kernel")
+    ]
+    for compiled in cross_compile(specs):
+        assert "error" not in compiled, compiled
+        assert compiled["spills"] == 0

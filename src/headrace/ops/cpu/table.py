@@ -30,6 +30,6 @@ OPS = (
     Op("router_topk", "cpu", router_topk, ROW_TOLERANCE),
     Op("moe", "cpu", moe, SUM_TOLERANCE),
     # Two or three products in a row, each within its own.
-    Op("attention_block", "cpu", attention_block, 3 * SUM_TOLERANCE),
-    Op("dense_block", "cpu", dense_block, 3 * SUM_TOLERANCE),
+    Op("attention_block", "cpu", attention_block, 3 * SUM_TOLERANCE, times_parts=True),
+    Op("dense_block", "cpu", dense_block, 3 * SUM_TOLERANCE, times_parts=True),
 )

@@ -23,6 +23,6 @@ OPS: tuple[Op, ...] = (
     Op("sealed_attention_decode", "reference", attention_lowbit.sealed_attention, _SUM),
     Op("router_topk", "reference", mixture.router_topk, _ELEMENT),
     Op("moe", "reference", mixture.moe, _SUM),
-    Op("attention_block", "reference", block.attention_block, 3 * _SUM),
-    Op("dense_block", "reference", block.dense_block, 3 * _SUM),
+    Op("attention_block", "reference", block.attention_block, 3 * _SUM, times_parts=True),
+    Op("dense_block", "reference", block.dense_block, 3 * _SUM, times_parts=True),
 )

@@ -26,9 +26,9 @@ def prefill_kernel(
 ):  # fmt: skip
     # Later rows have longer pasts: they start first, so that no long one is left for the end.
     pid, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    # Which sequence's tile is it? Each starts with a tile of its own.
-    tiles = pid * 0
-    sequence, first_tile = tiles - 1, tiles
+    # Which sequence's tile is it? Each starts with a tile of its own. (The three are values of their
+    # own: Triton 3.6 takes two names of one value for one variable of the loop.)
+    tiles, first_tile, sequence = pid * 0, pid * 0, pid * 0 - 1
     for s in range(0, num_sequences):
         count = tl.cdiv(tl.load(query_start + s + 1) - tl.load(query_start + s), ROWS)
         if (pid >= tiles) & (pid < tiles + count):

@@ -10,6 +10,7 @@ allocates everything once, so that its calls can be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ class ExpertLauncher:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
         arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
-        multiprocessors: of the device.
+        multiprocessors: of the device, the unit of the grids; found out if None.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ExpertLauncher:
         bases: torch.Tensor,
         act: Activation,
         request: RequestOffsets,
-        multiprocessors: int,
+        multiprocessors: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         if geometry.format not in FORMATS:
@@ -117,7 +118,8 @@ class ExpertLauncher:
             )
         self.tuning = tuning or Tuning()
         self._geometry, self._state, self._arena, self._bases = geometry, state, arena, bases
-        self._act, self._request, self._sms = act, request, multiprocessors
+        self._act, self._request = act, request
+        self._sms = multiprocessors or _multiprocessors(arena.device)
         self._mxfp4 = geometry.format == "mxfp4"
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
@@ -235,6 +237,13 @@ class ExpertLauncher:
             s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS, num_warps=4,
         )  # fmt: skip
         return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # interpreted: more programs only take longer
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count
 
 
 def _power_of_two(size: int) -> int:

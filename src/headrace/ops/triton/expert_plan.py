@@ -7,7 +7,7 @@ T * k uses (at most 128) are compared with each other as matrices.
 Device state, int32 unless said:
 
 - ``slot_of`` [L * E * S], ``owner_of`` [slots], ``victims`` [slots], ``score`` float32 [L * E],
-  ``last_use`` [L * E], ``decay`` float32 [D], ``split`` [most missing + 1]
+  ``last_use`` [L * E], ``decay`` float32 [D], ``split`` [L, SPLIT = most missing + 1]
 - ``state`` [4]: STATE_*
 - ``counts`` [8]: COUNT_*
 - ``hits``, ``fetches`` [n, 4]: slot, expert * S + slice, first pair, pairs
@@ -55,7 +55,7 @@ def expert_plan(
     ids_ptr, weights_ptr, slot_of, owner_of, score, last_use, decay, victims, split, state,
     counts, hits, fetches, pair_token, pair_weight, pair_of, on_gpu, totals, block, layer,
     USES: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
-    SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, DECAY: tl.constexpr, HAS_CPU: tl.constexpr,
+    SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, DECAY: tl.constexpr, SPLIT: tl.constexpr, HAS_CPU: tl.constexpr,
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def expert_plan(
     ahead = both & firsts & ahead
     miss_at = tl.sum(tl.where(ahead, num_miss[None, :], 0), 1)[:, None] + tl.cumsum(miss, 1) - miss
     missing = tl.sum(num_miss, 0)
-    wanted = tl.minimum(tl.load(split + missing), tl.minimum(missing, MAX_FETCH))
+    wanted = tl.minimum(tl.load(split + layer * SPLIT + missing), tl.minimum(missing, MAX_FETCH))
     fetch = ((miss != 0) & (miss_at < wanted)).to(tl.int32)
     cpu = miss - fetch
     num_cpu = tl.sum(cpu, 1)

@@ -95,7 +95,7 @@ def new_plan_state(
         last_use=ints(rows),
         decay=torch.tensor(list(decay), dtype=torch.float32, device=device),
         victims=torch.arange(max(g.num_slots, 1), dtype=torch.int32, device=device),
-        split=ints(g.max_missing + 1),
+        split=ints(g.num_layers, g.max_missing + 1),
         state=ints(4),
         counts=ints(NUM_COUNTS),
         hits=ints(g.max_missing, 4),
@@ -131,7 +131,7 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         state.victims, state.split, state.state, state.counts, state.hits, state.fetches,
         state.pair_token, state.pair_weight, state.pair_of, state.on_gpu, state.totals, block, layer,
         uses, g.top_k, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
-        state.decay.shape[0], state.block is not None, *g.request,
+        state.decay.shape[0], g.max_missing + 1, state.block is not None, *g.request,
         size, _power_of_two(g.num_slices), _power_of_two(g.window),
         num_warps=8 if size >= 64 else 4, enable_fp_fusion=False,
     )  # fmt: skip

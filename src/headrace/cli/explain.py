@@ -1,0 +1,117 @@
+"""``headrace explain``: runs real steps and says where their time goes, and what would change it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.flags import Commands, add_command, add_engine_flags, engine_config, whole_number
+from headrace.cli.progress import loading_progress
+from headrace.cli.reporting import configure_logging, note
+from headrace.cli.session import ctrl_c_ends_at_once
+from headrace.core.errors import InternalError
+
+if TYPE_CHECKING:
+    from headrace.explain.report import ExplainReport
+    from headrace.machine.profile import MachineProfile
+
+PROMPT_TOKENS, STEPS = 512, 32
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "explain", "run real steps and say where their time goes, class by class", run
+    )
+    add_engine_flags(parser)
+    group = parser.add_argument_group("steps")
+    add = group.add_argument
+    add(
+        "--step",
+        choices=("decode", "prefill"),
+        default="decode",
+        help="which steps (default: decode)",
+    )
+    add(
+        "--prompt-tokens",
+        type=whole_number("--prompt-tokens", 1),
+        default=PROMPT_TOKENS,
+        metavar="N",
+        help=f"tokens of each prompt (default: {PROMPT_TOKENS})",
+    )
+    add(
+        "--steps",
+        type=whole_number("--steps", 3, 4096),
+        default=STEPS,
+        metavar="N",
+        help=f"tokens that each sequence writes (default: {STEPS})",
+    )
+    add(
+        "--sequences",
+        type=whole_number("--sequences", 1, 1024),
+        default=1,
+        metavar="N",
+        help="sequences at once (default: 1)",
+    )
+    add(
+        "--no-probe", action="store_true", help="do not measure the kernels' rates first (2 to 4 s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the roofline (needs matplotlib)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    configure_logging(args.verbose)
+    png: Path | None = args.png
+    if png is not None:
+        from headrace.explain.report_png import require_matplotlib
+
+        require_matplotlib()
+    config = engine_config(args)
+    with loading_progress() as progress, ctrl_c_ends_at_once():
+        from headrace.engine.engine import Engine
+        from headrace.engine.explaining import Workload, report_of, run_steps
+        from headrace.engine.this_machine import this_machine, with_rates
+        from headrace.machine.probe import probe_machine
+
+        engine = Engine.load(config, progress)
+    try:
+        machine = this_machine(probe_machine(gpus=True), engine.info.threads)
+        if not args.no_probe and not any(name.startswith("kernel_one_") for name in machine.rates):
+            from headrace.engine.kernel_probe import probe_engine
+
+            note("measuring the kernels' rates")
+            machine = with_rates(machine, probe_engine(engine))
+        workload = Workload(args.step, args.prompt_tokens, args.steps, args.sequences)
+        report = report_of(engine, run_steps(engine, workload), args.step, machine)
+    finally:
+        engine.close()
+    if report is None:
+        raise InternalError(f"no {args.step} step was seen")
+    if png is not None:
+        from headrace.explain.report_png import write_png
+
+        write_png(report, *roofs_of(machine), png)
+        note(f"the roofline is in {png}")
+    if args.json:
+        print(json.dumps(report.to_data()))
+    else:
+        print("\n".join(lines(report, machine)))
+    return 0
+
+
+def roofs_of(machine: MachineProfile) -> tuple[float, float]:
+    """FLOPs and bytes a second of where the engine computes."""
+    from headrace.explain.catalogue.roofline import roofs
+
+    return roofs(machine)
+
+
+def lines(report: ExplainReport, machine: MachineProfile) -> list[str]:
+    """The whole report as text."""
+    from headrace.explain.report_text import changes, roofline, table
+
+    return [*table(report), *roofline(report, *roofs_of(machine)), *changes(report)]

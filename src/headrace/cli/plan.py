@@ -1,0 +1,163 @@
+"""``headrace plan``: will this model run on that machine, how fast, why, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.flags import Commands, add_command, whole_number
+from headrace.core.errors import ConfigError
+from headrace.core.kv_formats import FORMATS
+
+if TYPE_CHECKING:
+    from headrace.engine.plan import Plan
+
+# What is planned for where nothing is said: a conversation that a desktop's model is used for.
+DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
+LIST = "list"
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "plan", "say whether a model runs on a machine, how fast, and what limits it", run
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="bundled name (`headrace plan --models`), folder with config.json, or .gguf file",
+    )
+    add(
+        "--machine",
+        default="this",
+        metavar="NAME",
+        help="this (default), a chip of the catalogue, parts joined by + "
+        "(rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB), a profile's JSON file, or list",
+    )
+    add("--models", action="store_true", help="list the bundled configurations")
+    add(
+        "--context",
+        type=whole_number("--context", 1),
+        metavar="TOKENS",
+        help=f"tokens of each sequence (default: {DEFAULT_CONTEXT}, or the model's limit)",
+    )
+    add(
+        "--prompt",
+        type=whole_number("--prompt", 1),
+        metavar="TOKENS",
+        help=f"tokens before the first answer (default: {DEFAULT_PROMPT}, or half of the context)",
+    )
+    add(
+        "--concurrency",
+        type=whole_number("--concurrency", 1),
+        default=1,
+        metavar="N",
+        help="sequences at a time (default: 1)",
+    )
+    add(
+        "--kv-format",
+        choices=tuple(FORMATS),
+        default="bf16",
+        help="format of cached keys and values (default: bf16)",
+    )
+    add("--compare", metavar="A,B,C", help="machines to put side by side, separated by commas")
+    add("--picture", type=Path, metavar="FILE", help="write the memory layout as an SVG picture")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.machine == LIST or args.models:
+        return _list(args)
+    if args.model is None:
+        raise ConfigError(
+            "no MODEL is given",
+            hint="`headrace plan --models` lists the bundled ones, `--machine list` the machines",
+            param="MODEL",
+        )
+    if args.picture is not None and args.picture.suffix.lower() != ".svg":
+        raise ConfigError(
+            f"--picture is {str(args.picture)!r}; the picture is SVG, so the name ends in .svg",
+            param="--picture",
+        )
+    if args.compare is not None:
+        return _compare(args)
+    from headrace.engine.plan_changes import alternatives, changes
+
+    plan = _plan(args, args.machine)
+    fits = plan.layout.mode not in ("none", "disk")
+    found, nearest = changes(plan), [] if fits else alternatives(plan)
+    if args.picture is not None:
+        from headrace.cli.plan_picture import svg
+
+        args.picture.write_text(svg(plan), encoding="utf-8")
+    if args.json:
+        from headrace.cli.plan_record import record
+
+        print(json.dumps(record(plan, found, nearest), ensure_ascii=False, indent=2))
+        return 0
+    from headrace.cli.plan_text import lines
+
+    for line in lines(plan, found, nearest):
+        print(line)
+    return 0
+
+
+def _plan(args: argparse.Namespace, machine: str) -> Plan:
+    from headrace.cli.plan_source import read_machine, read_model
+    from headrace.engine.plan import make_plan
+    from headrace.engine.plan_memory import Workload
+
+    spec = read_model(args.model)
+    context = args.context or min(DEFAULT_CONTEXT, spec.max_context)
+    prompt = args.prompt or min(DEFAULT_PROMPT, max(1, context // 2))
+    work = Workload(context, args.concurrency, args.kv_format, prompt)
+    return make_plan(spec, read_machine(machine), work)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    names = [name.strip() for name in args.compare.split(",") if name.strip()]
+    if len(names) < 2:
+        raise ConfigError(
+            f"--compare is {args.compare!r}; it takes two machines or more",
+            hint="for example --compare rtx-4090,rtx-5090,h200",
+            param="--compare",
+        )
+    if args.picture is not None:
+        raise ConfigError("--picture draws one machine; leave out --compare", param="--picture")
+    plans = [_plan(args, name) for name in names]
+    if args.json:
+        from headrace.cli.plan_record import record
+
+        print(json.dumps([record(p) for p in plans], ensure_ascii=False, indent=2))
+        return 0
+    from headrace.cli.plan_text import comparison
+
+    for line in comparison(plans):
+        print(line)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from headrace.cli.plan_source import machine_list
+    from headrace.core.config_library import bundled_model, bundled_names
+
+    if args.models:
+        models = [bundled_model(name) for name in bundled_names()]
+        rows = [
+            (m.name, m.title, f"{m.spec().total_weights / 1e9:,.4g} billion", m.source)
+            for m in models
+        ]
+        heads = ("MODEL", "TITLE", "WEIGHTS", "SOURCE")
+    else:
+        rows, heads = machine_list(), ("NAME", "WHAT", "MEMORY", "STANDING")
+    if args.json:
+        keys = [head.lower() for head in heads]
+        print(json.dumps([dict(zip(keys, row)) for row in rows], ensure_ascii=False, indent=2))
+        return 0
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(3)]
+    for row in [heads, *rows]:
+        print("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip())
+    return 0

@@ -1,0 +1,91 @@
+"""What ``headrace plan`` is given: a model by bundled name, folder or file; a machine by name or file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from headrace.core.config_library import bundled_model, bundled_names
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.plan_reading import spec_from_config
+from headrace.core.plan_spec import PlanSpec
+from headrace.machine.known import known_machine, parts
+from headrace.machine.profile import MachineProfile
+
+THIS = "this"
+
+
+def read_model(ref: str) -> PlanSpec:
+    """A bundled name, a folder with config.json, or a .gguf file.
+
+    Raises:
+        HeadraceError: nothing of that name is here, or it cannot be read.
+    """
+    path = Path(ref).expanduser()
+    if path.is_dir():
+        return _read_folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return _read_checkpoint(str(path), path.stem)
+    if ref.lower() not in bundled_names():
+        from headrace.checkpoint.aliases import ALIASES
+
+        if ref in ALIASES:
+            return _read_checkpoint(ref, ref)
+    return bundled_model(ref).spec()
+
+
+def _read_folder(path: Path) -> PlanSpec:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} holds a {type(config).__name__}, not an object")
+    return spec_from_config(cast("dict[str, Any]", config), path.resolve().name)
+
+
+def _read_checkpoint(ref: str, name: str) -> PlanSpec:
+    """Shapes from the file's metadata, bits of each kind from its tensors."""
+    from headrace.checkpoint.kinds import stored_bits
+    from headrace.checkpoint.open import open_checkpoint
+
+    checkpoint = open_checkpoint(ref)
+    spec = spec_from_config(checkpoint.config, name)
+    return replace(spec, stored_bits=stored_bits(checkpoint.tensors.values()))
+
+
+def read_machine(ref: str) -> MachineProfile:
+    """``this``, a name of the catalogue (parts joined by +), or a profile's JSON file.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if ref == THIS:
+        from headrace.cli.plan_here import this_machine
+
+        return this_machine()
+    path = Path(ref).expanduser()
+    if path.suffix == ".json" or path.is_file():
+        if not path.is_file():
+            raise ConfigError(f"--machine: there is no file {ref}", param="--machine")
+        from headrace.cli.plan_here import complete
+
+        return complete(MachineProfile.load(path))
+    return known_machine(ref)
+
+
+def machine_list() -> list[tuple[str, str, str, str]]:
+    """(name, what it is, its main rate, standing) of every part in the catalogue."""
+    found: list[tuple[str, str, str, str]] = []
+    for part in parts().values():
+        rate = {"gpu": "hbm_read", "link": "pcie_h2d", "host": "dram_read"}[part.kind]
+        memory = f"{part.memory_nbytes / 1e9:,.4g} GB, " if part.memory_nbytes else ""
+        value = part.rates[rate][0]
+        main = f"{memory}{value:,.4g} GB/s" if value < 1e6 else f"{memory}{value / 1e6:,.4g} PB/s"
+        found.append((part.name, part.title, main, part.standing))
+    return found

@@ -1,0 +1,216 @@
+"""A plan as text: the answer first, then where every byte goes, what binds, and what a change buys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace.cli.sizes import format_size
+from headrace.engine.plan import Interval, Plan
+from headrace.engine.plan_changes import Change
+from headrace.explain.step_time import StepTime
+
+LABEL = 12
+BAR = 56
+# One letter for each purpose in a memory bar; what has none is drawn as "#".
+LETTERS = {
+    "embedding": "e",
+    "lm_head": "h",
+    "attention": "a",
+    "dense": "d",
+    "experts": "x",
+    "shared": "s",
+    "router": "r",
+    "norm": "n",
+    "KV cache": "K",
+    "workspace": "w",
+    "reserve": "-",
+    "expert slots": "X",
+}
+RESOURCES = {
+    "hbm": "VRAM",
+    "pcie": "link",
+    "dram": "host memory",
+    "disk": "disk",
+    "tensor": "matrix units",
+    "vector": "vector units",
+    "special": "exponentials",
+    "cpu": "CPU arithmetic",
+    "launch": "kernel starts",
+    "host": "host",
+    "link": "GPU to GPU",
+}
+TIERS = {"vram": "VRAM", "ram": "host memory", "disk": "disk"}
+
+
+def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list[str]:
+    """The whole report."""
+    found = [*_head(plan), "", *_answer(plan)]
+    if nearest:
+        found += _labelled("nearest", list(nearest))
+    found += ["", *_memory(plan)]
+    if changes:
+        found += ["", *_changes(plan, changes)]
+    notes = [*plan.spec.notes]
+    if notes:
+        found += ["", *_labelled("notes", notes)]
+    return found
+
+
+def _labelled(label: str, texts: Sequence[str]) -> list[str]:
+    return [f"{label if i == 0 else '':<{LABEL}}{text}" for i, text in enumerate(texts)]
+
+
+def _head(plan: Plan) -> list[str]:
+    spec, machine, work = plan.spec, plan.machine, plan.workload
+    parts = [machine.gpu.name] if machine.gpu else []
+    parts += [machine.link.name] if machine.link else []
+    parts.append(machine.host.cpu)
+    size = f"{spec.total_weights / 1e9:,.4g} billion weights"
+    if spec.sparse:
+        size += f", {spec.active_weights / 1e9:,.3g} of them a token"
+    users = f" x {work.concurrency} sequences" if work.concurrency > 1 else ""
+    return [
+        *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
+        *_labelled("machine", [f"{machine.name}: {', '.join(parts)}"]),
+        *_labelled("for", [f"{work.context:,} tokens{users}, KV cache in {work.kv_format}"]),
+    ]
+
+
+def _answer(plan: Plan) -> list[str]:
+    found = _labelled("fits", [verdict(plan)])
+    speed = plan.speed
+    if speed is None:
+        return found
+    tokens = interval(speed.tokens_s)
+    each = ""
+    if plan.workload.concurrency > 1:
+        each = f" together, {speed.tokens_s.expected / plan.workload.concurrency:.3g} each"
+    found += _labelled("speed", [f"{tokens} tok/s{each}"])
+    first = interval(speed.ttft_s)
+    found += _labelled("", [f"{first} s to the first token of {plan.workload.prompt:,}"])
+    if plan.layout.mode in ("ram", "disk"):
+        hits = speed.hit_rate
+        found += _labelled(
+            "experts",
+            [
+                f"{plan.layout.slots:,} of {plan.spec.moe_layers * plan.spec.num_experts:,} in VRAM "
+                f"({plan.layout.resident:.1%}) serve {hits.expected:.0%} of look-ups "
+                f"({hits.low:.0%} to {hits.high:.0%})",
+                f"misses: {speed.fetch_share:.0%} fetched, {1 - speed.fetch_share:.0%} computed by the CPU",
+            ],
+        )
+    found += _labelled(
+        "binds", [f"decoding: {binding(speed.decode)}", f"prompt: {binding(speed.prefill)}"]
+    )
+    return found
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one sentence."""
+    parts = [f"{format_size(n)} of {TIERS[tier]}" for tier, n in plan.layout.short.items()]
+    short = " and ".join(parts)
+    return {
+        "vram": "yes, all of it in VRAM",
+        "ram": "yes, with the experts in host memory",
+        "disk": f"only with the disk: short of {short}",
+        "cpu": "yes, in host memory, computed by the CPU",
+        "none": f"does not fit: short of {short}",
+    }[plan.layout.mode]
+
+
+def interval(value: Interval) -> str:
+    return f"{number(value.expected)} ({number(value.low)} to {number(value.high)})"
+
+
+def number(value: float) -> str:
+    """Three significant digits, never in exponents."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def binding(step: StepTime) -> str:
+    """Resources by their share of a step, largest first; under 3% is left out."""
+    parts = [
+        f"{RESOURCES.get(name, name)} {seconds / step.seconds:.0%}"
+        for name, seconds in step.by_resource().items()
+        if seconds >= 0.03 * step.seconds
+    ]
+    return ", ".join(parts)
+
+
+def _memory(plan: Plan) -> list[str]:
+    found: list[str] = []
+    for tier, uses in plan.layout.used.items():
+        total, capacity = plan.layout.total(tier), plan.layout.capacity.get(tier)
+        of = f" of {format_size(capacity)}" if capacity else ""
+        found += _labelled(TIERS[tier], [f"{format_size(total)}{of}"])
+        found += _labelled("", [bar(uses, max(total, capacity or total))])
+        for name, nbytes in sorted(uses.items(), key=lambda item: -item[1]):
+            found += _labelled("", [f"{LETTERS.get(name, '#')} {name:<14}{format_size(nbytes):>9}"])
+    return found
+
+
+def bar(uses: dict[str, int], capacity: int) -> str:
+    """One line of letters in proportion; ``.`` is free."""
+    drawn, done = "", 0
+    for name, nbytes in sorted(uses.items(), key=lambda item: -item[1]):
+        done += nbytes
+        width = round(BAR * done / max(1, capacity)) - len(drawn)
+        drawn += LETTERS.get(name, "#") * max(0, width)
+    return f"[{drawn[:BAR]:.<{BAR}}]"
+
+
+def _changes(plan: Plan, changes: Sequence[Change]) -> list[str]:
+    rows: list[str] = []
+    for change in changes:
+        speed = change.plan.speed
+        assert speed is not None
+        tokens = f"{number(speed.tokens_s.expected):>8} tok/s"
+        gain = f"  {change.factor - 1:+.0%}" if change.factor is not None else "  it would fit"
+        rows.append(f"{change.name:<28}{tokens}{gain}")
+    return _labelled("one change", rows)
+
+
+def comparison(plans: Sequence[Plan]) -> list[str]:
+    """Plans of one model side by side, one column for each."""
+    rows: list[tuple[str, list[str]]] = [("", [p.machine.name for p in plans])]
+    short = {
+        "vram": "in VRAM",
+        "ram": "experts in RAM",
+        "disk": "needs disk",
+        "cpu": "on the CPU",
+        "none": "no",
+    }
+    rows.append(("fits", [short[p.layout.mode] for p in plans]))
+    rows.append(
+        (
+            "short of",
+            [format_size(p.layout.short_nbytes) if p.layout.short_nbytes else "-" for p in plans],
+        )
+    )
+    rows.append(("tok/s", [number(p.speed.tokens_s.expected) if p.speed else "-" for p in plans]))
+    rows.append(("  at least", [number(p.speed.tokens_s.low) if p.speed else "-" for p in plans]))
+    rows.append(("  at most", [number(p.speed.tokens_s.high) if p.speed else "-" for p in plans]))
+    rows.append(
+        ("first token", [f"{number(p.speed.ttft_s.expected)} s" if p.speed else "-" for p in plans])
+    )
+    rows.append(("hit rate", [_hits(p) for p in plans]))
+    rows.append(
+        ("binds", [RESOURCES.get(p.speed.decode.bound, "") if p.speed else "-" for p in plans])
+    )
+    for tier, label in (("vram", "VRAM used"), ("ram", "RAM used"), ("disk", "disk used")):
+        rows.append((label, [format_size(p.layout.total(tier)) for p in plans]))
+    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
+    return [
+        (f"{label:<{LABEL}}" + "  ".join(c.ljust(w) for c, w in zip(cells, widths))).rstrip()
+        for label, cells in rows
+    ]
+
+
+def _hits(plan: Plan) -> str:
+    if plan.speed is None or plan.layout.mode not in ("ram", "disk"):
+        return "-"
+    return f"{plan.speed.hit_rate.expected:.0%}"

@@ -1,0 +1,146 @@
+"""Runs or watches real steps of an engine and has them explained."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from headrace.core.errors import ConfigError, InternalError
+from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams
+from headrace.core.status import EngineInfo
+from headrace.core.step import StepStats
+from headrace.engine.profiler import StepProfiler
+from headrace.explain.report import ExplainReport, Sample, explain
+from headrace.explain.running_cost import RunningModel, StepRows
+from headrace.machine.profile import MachineProfile
+
+Phase = Literal["prefill", "decode"]
+WARM_UP = 2  # first steps of a run: pages are touched and threads wake for the first time
+# Prompts are numbers from a linear congruence (Numerical Recipes' constants): any text routes tokens to
+# some experts, and the same few tokens again and again would route to the same few.
+_FACTOR, _OFFSET = 1664525, 1013904223
+
+
+class Explainable(Protocol):
+    """The part of ``engine.engine.Engine`` that is used here."""
+
+    observe: Callable[[StepStats], None] | None
+
+    @property
+    def info(self) -> EngineInfo: ...
+    def submit(self, request: GenerationRequest) -> None: ...
+    def step(self) -> list[OutputDelta | RequestFailed]: ...
+    def has_work(self) -> bool: ...
+    def watch_classes(self, on: bool) -> StepProfiler | None: ...
+
+
+@dataclass
+class Watch:
+    """Steps of an engine with their rows, from ``start`` to ``stop``. Whoever observed before still does."""
+
+    engine: Explainable
+    steps: list[tuple[StepStats, StepRows]] = field(
+        default_factory=list[tuple[StepStats, StepRows]]
+    )
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._before = self.engine.observe
+        profiler = self.engine.watch_classes(True)
+        if profiler is None:
+            raise InternalError("the engine does not say what it watches with")
+        self._profiler = profiler
+        self.engine.observe = self._take
+
+    def stop(self) -> None:
+        """Leave the engine as it was."""
+        self.engine.watch_classes(False)
+        self.engine.observe = self._before
+
+    @property
+    def model(self) -> RunningModel:
+        """What the watched engine has loaded."""
+        return self._profiler.model
+
+    def _take(self, stats: StepStats) -> None:
+        self.steps.append((stats, self._profiler.rows))
+        if self._before is not None:
+            self._before(stats)
+
+    def sample(self, phase: Phase) -> Sample | None:
+        """Decode: all steps of the most frequent batch, and the rows of the middle one. Prefill: the last
+        of the largest chunks. None where no step was of that phase.
+        """
+        found = [(s, rows) for s, rows in self.steps if s.phase == phase]
+        if not found:
+            return None
+        if phase == "prefill":
+            most = max(stats.tokens for stats, _ in found)
+            stats, rows = [one for one in found if one[0].tokens == most][-1]
+            return Sample((stats,), rows)
+        batch = Counter(stats.batch for stats, _ in found).most_common(1)[0][0]
+        alike = [one for one in found if one[0].batch == batch]
+        alike = alike[WARM_UP:] or alike
+        return Sample([stats for stats, _ in alike], alike[len(alike) // 2][1])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests to explain with: ``batch`` of them, each of ``prompt`` tokens, with ``steps`` more."""
+
+    phase: Phase = "decode"
+    prompt: int = 512
+    steps: int = 32
+    batch: int = 1
+
+
+def run_steps(engine: Explainable, workload: Workload) -> Watch:
+    """Run requests of ``workload`` in an idle engine, watched.
+
+    Raises:
+        ConfigError: they do not fit the engine's context.
+        HeadraceError: a request fails.
+    """
+    context = engine.info.context
+    if workload.prompt + workload.steps > context:
+        raise ConfigError(
+            f"--prompt-tokens {workload.prompt} and --steps {workload.steps} do not fit the context of "
+            f"{context} tokens",
+            hint="give fewer, or a larger --context",
+            param="--prompt-tokens",
+        )
+    watch = Watch(engine)
+    watch.start()
+    try:
+        for index in range(workload.batch):
+            engine.submit(_request(index, workload, engine.info.vocab))
+        while engine.has_work():
+            for item in engine.step():
+                if isinstance(item, RequestFailed):
+                    raise InternalError(f"a step failed: {item.message}", hint=item.hint)
+    finally:
+        watch.stop()
+    return watch
+
+
+def _request(index: int, workload: Workload, vocab: int) -> GenerationRequest:
+    value, prompt = index + 1, list[int]()
+    for _ in range(workload.prompt):
+        value = (value * _FACTOR + _OFFSET) % 2**32
+        prompt.append(value * vocab >> 32)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=workload.steps, ignore_eos=True, seed=index
+    )
+    name = f"explain-{index}-{secrets.token_hex(4)}"
+    return GenerationRequest(name, tuple(prompt), sampling, cache_salt=name)
+
+
+def report_of(
+    engine: Explainable, watch: Watch, phase: Phase, machine: MachineProfile
+) -> ExplainReport | None:
+    """The report of the phase's steps; None where the watch saw none."""
+    sample = watch.sample(phase)
+    return None if sample is None else explain(engine.info.model, sample, watch.model, machine)

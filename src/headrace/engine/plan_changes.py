@@ -1,0 +1,142 @@
+"""What one change buys, and what to do where a model does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from headrace.core.config_library import bundled_model, bundled_names
+from headrace.core.errors import HeadraceError
+from headrace.core.plan_spec import KINDS, PlanSpec
+from headrace.engine.plan import Plan, make_plan, with_rate
+from headrace.engine.plan_memory import Workload
+from headrace.explain.step_cost import KV_BITS
+from headrace.machine.profile import MachineProfile
+
+MORE_VRAM_NBYTES = 8 * 10**9
+# Formats that a checkpoint could be stored in instead: what is tried first costs least accuracy.
+SMALLER = ("fp8_e4m3", "q4_k", "q3_k", "q2_k")
+SHORTEST_CONTEXT = 1024
+MAX_ALTERNATIVES = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, the plan that it makes, and tokens/s against before (None: did not run)."""
+
+    name: str
+    plan: Plan
+    factor: float | None
+
+
+def changes(plan: Plan) -> list[Change]:
+    """Every change that is possible here, the most useful first."""
+    found: list[Change] = []
+    for name, again in _changed(plan):
+        try:
+            other = again()
+        except HeadraceError:  # a machine without that rate, a context that cannot be halved
+            continue
+        before, after = plan.speed, other.speed
+        if after is None:
+            continue
+        factor = after.tokens_s.expected / before.tokens_s.expected if before else None
+        found.append(Change(name, other, factor))
+    return sorted(found, key=lambda change: -(change.factor or 0.0))
+
+
+def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    spec, machine, work = plan.spec, plan.machine, plan.workload
+
+    def on(other: MachineProfile) -> Callable[[], Plan]:
+        return lambda: make_plan(spec, other, work)
+
+    def under(other: Workload) -> Callable[[], Plan]:
+        return lambda: make_plan(spec, machine, other)
+
+    gpu = machine.gpu
+    if gpu is not None:
+        bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + MORE_VRAM_NBYTES)
+        yield "+8 GB of VRAM", on(replace(machine, gpu=bigger))
+        for name, rate in (("VRAM twice as fast", "hbm_read"), ("link twice as fast", "pcie_h2d")):
+            if rate in machine.rates:
+                yield name, on(with_rate(machine, rate, 2.0))
+    if "dram_read" in machine.rates:
+        yield "twice the memory channels", on(with_rate(machine, "dram_read", 2.0))
+    for name in ("fp8", "nvfp4k-fp8v"):
+        if KV_BITS[work.kv_format] > KV_BITS[name]:
+            yield f"KV cache in {name}", under(replace(work, kv_format=name))
+    half = work.context // 2
+    if half >= 1:
+        shorter = replace(work, context=half, prompt=min(work.prompt, half))
+        yield f"half the context ({half:,})", under(shorter)
+
+
+def alternatives(plan: Plan) -> list[str]:
+    """What comes nearest to a plan that does not fit memory; at most ``MAX_ALTERNATIVES`` sentences."""
+    found: list[str] = []
+    for say in (_shorter, _smaller_formats, _more_memory, _other_models):
+        found += say(plan)
+    return found[:MAX_ALTERNATIVES]
+
+
+def _good(plan: Plan) -> bool:
+    return plan.layout.mode not in ("none", "disk")
+
+
+def _shorter(plan: Plan) -> list[str]:
+    context = plan.workload.context // 2
+    while context >= SHORTEST_CONTEXT:
+        work = replace(plan.workload, context=context, prompt=min(plan.workload.prompt, context))
+        if _good(make_plan(plan.spec, plan.machine, work)):
+            return [f"{plan.spec.name} fits with --context {context}"]
+        context //= 2
+    return []
+
+
+def _smaller_formats(plan: Plan) -> list[str]:
+    for name in SMALLER:
+        kinds = [k for k in KINDS if k not in ("router", "norm")]
+        formats = {k: name for k in kinds if plan.spec.bits(k) > _bits(plan.spec, k, name)}
+        if not formats:
+            continue
+        other = plan.spec.with_formats(formats)
+        if _good(make_plan(other, plan.machine, plan.workload)):
+            size = other.weights_nbytes / 1e9
+            return [f"{plan.spec.name} fits stored as {name} ({size:,.0f} GB)"]
+    return []
+
+
+def _bits(spec: PlanSpec, kind: str, name: str) -> float:
+    return replace(spec, formats={kind: name}, stored_bits={}).bits(kind)
+
+
+def _more_memory(plan: Plan) -> list[str]:
+    missing = plan.layout.short_nbytes
+    if missing <= 0:
+        return []
+    host = plan.machine.host
+    more = replace(host, memory_nbytes=host.memory_nbytes + missing)
+    if _good(make_plan(plan.spec, replace(plan.machine, host=more), plan.workload)):
+        return [f"{missing / 1e9:,.0f} GB more host memory would hold it"]
+    gpu = plan.machine.gpu
+    if gpu is not None:
+        bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + missing)
+        if _good(make_plan(plan.spec, replace(plan.machine, gpu=bigger), plan.workload)):
+            return [f"a GPU with {bigger.memory_nbytes / 1e9:,.0f} GB of VRAM would hold it"]
+    return []
+
+
+def _other_models(plan: Plan) -> list[str]:
+    """The largest bundled model that fits."""
+    specs = [bundled_model(name).spec() for name in bundled_names()]
+    for spec in sorted(specs, key=lambda s: -s.total_weights):
+        if spec.total_weights >= plan.spec.total_weights:
+            continue
+        context = min(plan.workload.context, spec.max_context)
+        work = replace(plan.workload, context=context, prompt=min(plan.workload.prompt, context))
+        other = make_plan(spec, plan.machine, work)
+        if _good(other) and other.speed is not None:
+            speed = other.speed.tokens_s.expected
+            return [f"the largest bundled model that fits is {spec.name} ({speed:,.0f} tok/s)"]
+    return []

@@ -1,0 +1,169 @@
+"""Seconds of a step by class: every operation is timed and filed under the catalogue's name for it.
+
+Off, nothing is in the way: the operations are the kernels themselves. On, each call costs two readings
+of a clock and an entry here, about a microsecond (2026-11, Zen 3): a decoding step of SmolLM2 makes 62
+calls, since its layers' halves are one operation each, which time their own parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from headrace.core.errors import InternalError
+from headrace.core.model_spec import ModelSpec
+from headrace.core.step import ClassStats, MovedBytes, StepPlan
+from headrace.explain import leaf
+from headrace.explain.cost import Work
+from headrace.explain.running_cost import (
+    RunningModel,
+    StepRows,
+    Stored,
+    classes_of,
+    running_cost,
+)
+from headrace.formats.base import PackedTensor
+from headrace.ops.records import LayerKV
+from headrace.ops.registry import BLOCKS, OpSet
+
+OP_CLASSES = {
+    "embed": leaf.EMBED,
+    "rmsnorm": leaf.RMSNORM,
+    "linear_group": leaf.QKV,
+    "gated_linear": leaf.DENSE_FFN,
+    "rope": leaf.ROPE,
+    "kv_append": leaf.KV_APPEND,
+    "attention_prefill": leaf.ATTENTION_PREFILL,
+    "attention_decode": leaf.ATTENTION_DECODE,
+    "router_topk": leaf.ROUTER,
+    "moe": leaf.EXPERTS_GPU,
+}
+# A block's plain product is its last part.
+BLOCK_PRODUCTS = {"attention_block": leaf.O_PROJECTION, "dense_block": leaf.DENSE_FFN}
+# The engine's own ranges that are classes, too.
+RANGE_CLASSES = {
+    "sampler": leaf.SAMPLING,
+    "schedule": leaf.SCHEDULE,
+    "batch": leaf.SCHEDULE,
+    "commit": leaf.SCHEDULE,
+    "text": leaf.DETOKENIZE,
+}
+
+
+@runtime_checkable
+class Profilable(Protocol):
+    """A decoder whose operations can be watched: ``models.decoder.Decoder``."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def ops(self) -> OpSet: ...
+    def matrices(self) -> Iterator[tuple[str, PackedTensor]]: ...
+
+
+def running_model(decoder: Profilable, cache: LayerKV, kv_format: str) -> RunningModel:
+    """The loaded model as numbers."""
+    kinds: dict[str, list[PackedTensor]] = {}
+    for kind, weight in decoder.matrices():
+        kinds.setdefault(kind, []).append(weight)
+    matrices = {
+        kind: Stored(
+            count=len(weights),
+            elements=sum(_elements(w) for w in weights),
+            nbytes=sum(w.nbytes for w in weights),
+            format=weights[0].format,
+            rows=weights[0].rows,
+            cols=weights[0].cols,
+        )
+        for kind, weights in kinds.items()
+    }
+    keys = cache.keys
+    return RunningModel(
+        decoder.spec,
+        matrices,
+        float(keys.element_size()),
+        kv_format,
+        keys.is_cuda,
+        cache.block_tokens,
+    )
+
+
+def _elements(weight: PackedTensor) -> int:
+    count = 1
+    for size in weight.shape:
+        count *= size
+    return count
+
+
+class StepProfiler:
+    """Watches a decoder's operations; ``take`` gives what was seen since the last time."""
+
+    def __init__(self, decoder: object, cache: LayerKV, kv_format: str) -> None:
+        if not isinstance(decoder, Profilable):
+            raise InternalError(f"{type(decoder).__name__} has no operations to watch")
+        self.model = running_model(decoder, cache, kv_format)
+        self.ops = decoder.ops
+        names = classes_of([kind for kind, _ in decoder.matrices()])
+        self._products = {id(w): names[k] for k, w in decoder.matrices() if k != "embed"}
+        self._block_classes = {
+            block: tuple(OP_CLASSES.get(part, BLOCK_PRODUCTS[block]) for part in parts)
+            for block, parts in BLOCKS.items()
+        }
+        self._seen: dict[str, list[float]] = {}
+        self.rows = StepRows((), 0)  # of the step that was taken last
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self.ops.watch(self._called)
+
+    def stop(self) -> None:
+        """Leave the operations alone."""
+        self.ops.watch(None)
+
+    def _called(
+        self, name: str, args: tuple[Any, ...], seconds: float, parts: Sequence[float]
+    ) -> None:
+        if parts:
+            for ident, part in zip(self._block_classes[name], parts):
+                self._add(ident, part)
+        elif name == "linear":
+            self._add(self._products.get(id(args[1]), leaf.O_PROJECTION), seconds)
+        elif name in BLOCKS:  # a block of a back-end that does not time its parts
+            self._add(name, seconds)
+        else:
+            self._add(OP_CLASSES.get(name, name), seconds)
+
+    def _add(self, ident: str, seconds: float) -> None:
+        found = self._seen.get(ident)
+        if found is None:
+            self._seen[ident] = [1, seconds]
+        else:
+            found[0] += 1
+            found[1] += seconds
+
+    def take(self, plan: StepPlan, ranges: dict[str, float]) -> tuple[ClassStats, ...]:
+        """The classes of the step that has just run, with the work that each was."""
+        for name, seconds in ranges.items():
+            if name in RANGE_CLASSES:
+                self._add(RANGE_CLASSES[name], seconds)
+        self.rows = rows_of(plan)
+        costs = running_cost(self.model, self.rows)
+        seen, self._seen = self._seen, {}
+        none = Work()
+        return tuple(
+            _stats(ident, int(calls), costs[ident].work if ident in costs else none, seconds)
+            for ident, (calls, seconds) in seen.items()
+        )
+
+
+def rows_of(plan: StepPlan) -> StepRows:
+    """A plan's rows, as the cost formulas count them."""
+    return StepRows(
+        tuple((len(chunk.token_ids), chunk.start) for chunk in plan.chunks),
+        sum(chunk.sample for chunk in plan.chunks),
+    )
+
+
+def _stats(ident: str, calls: int, work: Work, seconds: float) -> ClassStats:
+    moved = MovedBytes(round(work.hbm_nbytes), round(work.pcie_nbytes), round(work.dram_nbytes))
+    return ClassStats(ident, calls, round(work.flops), moved, seconds)

@@ -1,0 +1,81 @@
+"""This machine as a profile: the one that `headrace bench machine` left, or rough rates taken now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.machine.probe import Machine
+from headrace.machine.profile import GpuProfile, HostProfile, LinkProfile, MachineProfile, Rate
+from headrace.machine.profile_store import find_profile, machine_key, profiles_folder
+from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps
+
+_PRODUCT = 1024  # rows and columns of the product that shows the CPU's arithmetic
+
+
+def this_machine(machine: Machine, threads: int) -> MachineProfile:
+    """The measured profile of this machine, with rough rates for what it lacks.
+
+    Takes a quarter of a second where nothing was measured before.
+    """
+    gpu = machine.gpus[0] if machine.gpus else None
+    key = machine_key(machine.cpu, gpu.name if gpu else None)
+    found, _ = find_profile(key, profiles_folder())
+    if found is None:
+        found = MachineProfile(
+            name=machine.cpu.model,
+            origin="measured",
+            host=HostProfile(
+                cpu=machine.cpu.model,
+                cores=machine.cpu.num_cores,
+                memory_nbytes=machine.memory.total_nbytes,
+                isa=machine.cpu.isa,
+                numa_nodes=machine.cpu.num_numa_nodes,
+            ),
+            gpu=GpuProfile(gpu.name, gpu.memory_total_nbytes) if gpu else None,
+            link=LinkProfile("PCIe") if gpu else None,
+        )
+    return with_rates(found, _quick_rates(found, threads))
+
+
+def with_rates(profile: MachineProfile, rates: Mapping[str, Rate]) -> MachineProfile:
+    """``profile`` with more rates; those that it has stay."""
+    return replace(profile, rates={**rates, **profile.rates})
+
+
+def measured_rate(value: float, unit: str, how: str) -> Rate:
+    """A rate taken just now."""
+    day = datetime.now(UTC).date().isoformat()
+    return Rate(value, unit, "alone", f"measured {day}: {how}")  # type: ignore[arg-type]
+
+
+def _quick_rates(profile: MachineProfile, threads: int) -> dict[str, Rate]:
+    rates: dict[str, Rate] = {}
+    if "dram_read" not in profile.rates:
+        best = max(dram_read_gbps(threads) for _ in range(3))
+        rates["dram_read"] = measured_rate(best, "GB/s", f"a read of 192 MiB, {threads} threads")
+    if "cpu_flops_f32" not in profile.rates:
+        how = f"float32 product of {_PRODUCT} x {_PRODUCT}, NumPy's BLAS"
+        rates["cpu_flops_f32"] = measured_rate(_product_gflops(), "GFLOP/s", how)
+    if profile.gpu is not None and "pcie_h2d" not in profile.rates:
+        link = pcie_h2d_gbps()
+        if link is not None:
+            rates["pcie_h2d"] = measured_rate(link, "GB/s", "pinned copy of 64 MiB")
+    return rates
+
+
+def _product_gflops() -> float:
+    a: npt.NDArray[np.float32] = np.ones((_PRODUCT, _PRODUCT), np.float32)
+    best = min(_timed(a) for _ in range(5))
+    return 2 * _PRODUCT**3 / best / 1e9
+
+
+def _timed(a: npt.NDArray[np.float32]) -> float:
+    start = time.perf_counter()
+    np.dot(a, a)
+    return time.perf_counter() - start

@@ -1,0 +1,152 @@
+"""A decoding step's paths on a GPU: kernels of ``ops.triton.experts`` and the CPU's expert service.
+
+Everything keeps its address, and no call waits for the GPU or copies from the host, so that a step can
+be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace.core.errors import InternalError
+from headrace.experts.paths import HALF_LIFE_STEPS, ExpertCounts
+from headrace.experts.plan_oracle import PlanShape, decay_table
+from headrace.experts.request_block import RequestBlock
+from headrace.experts.slab import SlabLayout
+from headrace.experts.store import HostStore
+from headrace.machine.device import Device
+from headrace.ops import registry
+from headrace.ops.records import Activation
+
+_WORD = 4  # bytes of an int32
+
+
+class GpuPaths:
+    """See ``paths.ExpertPaths``.
+
+    Args:
+        store: its pinned layers can be fetched.
+        fields: the request block's; block: its memory, uint8, pinned; None without a CPU service.
+        tuning: ``ops.triton.experts.Tuning``; the measured one if None.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        shape: PlanShape,
+        act: Activation,
+        fields: RequestBlock,
+        block: torch.Tensor | None,
+        top_k: int,
+        tuning: Any = None,
+    ) -> None:
+        kernels = registry.gpu_experts()
+        self._kernels, self.shape, self._store = kernels, shape, store
+        target = device.torch_device
+        at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
+        geometry = kernels.PlanGeometry(
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            num_slices=shape.num_slices,
+            num_slots=shape.num_slots,
+            max_fetch=shape.max_fetch,
+            window=shape.window,
+            max_tokens=fields.max_tokens,
+            top_k=top_k,
+            request=tuple(offset // _WORD for offset in at),
+        )
+        words = None if block is None else block.view(torch.int32)
+        self.state: Any = kernels.new_plan_state(
+            geometry, decay_table(HALF_LIFE_STEPS), target, words
+        )
+        slots = shape.num_slots + shape.max_fetch
+        nbytes = store.layout.slice_nbytes
+        self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
+        bases = [store.base(layer) for layer in range(store.num_layers)]
+        self.launcher: Any = kernels.ExpertLauncher(
+            _slices(kernels, store.layout),
+            self.state,
+            self.arena,
+            torch.tensor(bases, dtype=torch.int64, device=target),
+            act,
+            kernels.RequestOffsets(
+                ack=fields.ack // _WORD,
+                abort=fields.abort // _WORD,
+                x=fields.x // _WORD,
+                out=fields.out // _WORD,
+            ),
+            tuning=tuning,
+        )
+
+    def begin_step(self) -> None:
+        self._kernels.start_step(self.state)
+
+    def prepare(self, x: torch.Tensor) -> None:
+        self.launcher.prepare(x)
+
+    def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._kernels.plan_layer(self.state, layer, ids, weights)
+
+    def gather(self, layer: int) -> None:
+        self.launcher.gather(layer)
+
+    def hits(self, x: torch.Tensor) -> None:
+        self.launcher.hits(x)
+
+    def fetched(self, x: torch.Tensor) -> None:
+        self.launcher.fetched(x)
+
+    def await_cpu(self) -> None:
+        self.launcher.await_cpu()
+
+    def combine(self, num_tokens: int) -> torch.Tensor:
+        return self.launcher.combine(num_tokens)
+
+    def set_split(self, tables: Sequence[Sequence[int]]) -> None:
+        rows = torch.tensor([list(table) for table in tables], dtype=torch.int32)
+        want = tuple(self.state.split.shape)
+        if rows.shape != want:
+            raise InternalError(f"split tables {list(rows.shape)}, expected {list(want)}")
+        self.state.split.copy_(rows)
+
+    def fill(self, keys: Sequence[int]) -> None:
+        s = self.shape
+        if len(keys) > s.num_slots:
+            raise InternalError(f"{len(keys)} slices for {s.num_slots} slots")
+        pieces = self.arena.view(-1, self._store.layout.slice_nbytes)
+        slot_of = torch.full((self.state.slot_of.numel(),), -1, dtype=torch.int32)
+        owner_of = torch.full((self.state.owner_of.numel(),), -1, dtype=torch.int32)
+        for slot, key in enumerate(keys):
+            row, piece = divmod(key, s.num_slices)
+            layer, expert = divmod(row, s.num_experts)
+            pieces[slot].copy_(self._store.slab(layer, expert)[piece], non_blocking=True)
+            slot_of[key], owner_of[slot] = slot, key
+        self.state.slot_of.copy_(slot_of)
+        self.state.owner_of.copy_(owner_of)
+
+    def counts(self) -> ExpertCounts:
+        """Waits for the GPU."""
+        hits, fetched, computed, layers, _, admitted, *_ = self.state.totals.tolist()
+        return ExpertCounts(hits, fetched, computed, admitted, layers)
+
+
+def _slices(kernels: Any, layout: SlabLayout) -> Any:
+    at = {part.name: part.offset for part in layout.parts}
+
+    def offsets(name: str) -> tuple[int, ...]:
+        return tuple(at.get(name + suffix, 0) for suffix in ("", "_scales", "_bias"))
+
+    return kernels.SliceGeometry(
+        layout.format,
+        layout.hidden,
+        layout.width,
+        layout.num_slices,
+        layout.slice_nbytes,
+        layout.has_bias,
+        offsets("gate_up"),
+        offsets("down"),
+    )

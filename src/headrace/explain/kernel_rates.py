@@ -1,0 +1,107 @@
+"""What a step should take with this engine's own kernels: work over rates that a probe measured.
+
+A floor divides by what the hardware can do. This divides by what the kernels reach on synthetic matrices
+and caches, measured beforehand, and adds calls from Python and the host's work for each step. Nothing in
+it is fitted to the steps that it predicts.
+
+Rates of a ``MachineProfile``, beside the hardware's; CLASS is the id with underscores:
+
+- ``kernel_one_CLASS`` (GB/s of stored weights at one row), ``kernel_many_CLASS`` (GFLOP/s at many): its
+  operations with matrices of the model's shapes and formats, wakes of the threads included
+- ``kernel_attention_decode`` (GB/s of the cache) and ``attention_call`` (s, of each layer beside that),
+  ``kernel_attention_prefill`` (GFLOP/s)
+- ``kernel_rows`` (GFLOP/s of norms, rotations and the like), ``kernel_sampler`` (GB/s of logits)
+- ``op_call``, ``step_host``, ``token_host`` (s): of a call from Python; of the host for each step; for each
+  sequence in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.core.errors import MachineError
+from headrace.explain import leaf
+from headrace.explain.cost import rate_of
+from headrace.explain.running_cost import (
+    MATRICES,
+    ClassWork,
+    RunningModel,
+    StepRows,
+    running_cost,
+)
+from headrace.machine.profile import MachineProfile
+
+# Calls from Python of a layer: with its halves fused, and one by one (layers/attention.py, dense.py).
+FUSED_CALLS, SINGLE_CALLS = 2, 10
+MIXTURE_CALLS = 4  # norm, router, choice, experts
+OTHER_CALLS = 3  # embedding, last norm, head
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a step by class, and of the calls between them."""
+
+    classes: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.classes.values())
+
+
+def has_kernel_rates(machine: MachineProfile, model: RunningModel) -> bool:
+    """Whether the probe has been run for this model's formats."""
+    try:
+        predict(model, StepRows(((1, 1),), 1), machine)
+    except MachineError:
+        return False
+    return True
+
+
+def predict(model: RunningModel, rows: StepRows, machine: MachineProfile) -> Predicted:
+    """Seconds of a step.
+
+    Raises:
+        MachineError: a rate is missing; the message names it.
+    """
+    classes = {
+        name: _class_seconds(name, one, rows, machine)
+        for name, one in running_cost(model, rows).items()
+    }
+    classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
+    classes[leaf.SCHEDULE] = rate_of(machine, "step_host")
+    classes[leaf.DETOKENIZE] = rows.sampled * rate_of(machine, "token_host")
+    return Predicted(classes)
+
+
+def _calls(model: RunningModel, rows: StepRows) -> int:
+    layers = model.spec.num_layers
+    mixtures = sum(layer.moe for layer in model.spec.layers)
+    if not rows.decode:
+        return SINGLE_CALLS * layers + OTHER_CALLS
+    dense = layers - mixtures
+    return dense * FUSED_CALLS + mixtures * (1 + MIXTURE_CALLS) + OTHER_CALLS
+
+
+def _class_seconds(name: str, one: ClassWork, rows: StepRows, machine: MachineProfile) -> float:
+    if not one.calls:
+        return 0.0
+    flops = one.work.flops
+    if name in MATRICES and name != leaf.EMBED:
+        ident = rate_name(name)
+        read = one.matrix_nbytes / rate_of(machine, f"kernel_one_{ident}")
+        return max(read, flops / rate_of(machine, f"kernel_many_{ident}"))
+    if name == leaf.ATTENTION_DECODE:
+        calls = len(rows.sequences) * one.calls
+        read = one.work.dram_nbytes / rate_of(machine, "kernel_attention_decode")
+        return calls * rate_of(machine, "attention_call") + read
+    if name == leaf.ATTENTION_PREFILL:
+        return flops / rate_of(machine, "kernel_attention_prefill")
+    if name == leaf.SAMPLING:
+        return one.work.dram_nbytes / rate_of(machine, "kernel_sampler")
+    return flops / rate_of(machine, "kernel_rows")
+
+
+def rate_name(ident: str) -> str:
+    """A class's id as a part of a rate's name."""
+    return ident.replace("-", "_")

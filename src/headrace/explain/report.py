@@ -1,0 +1,242 @@
+"""A step explained: a line for each class, what no class explains, and what would change it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.core.errors import InternalError
+from headrace.core.step import StepStats
+from headrace.explain import advice, leaf
+from headrace.explain.cost import Work, price
+from headrace.explain.kernel_rates import has_kernel_rates, predict
+from headrace.explain.running_cost import RunningModel, StepRows, running_cost
+from headrace.machine.profile import MachineProfile
+
+# Hardware that can be doubled, and the rates that double with it.
+PROPERTIES: Mapping[str, tuple[str, ...]] = {
+    "host memory rate": ("dram_read",),
+    "CPU arithmetic": ("cpu_flops",),
+    "GPU memory rate": ("hbm_read",),
+    "GPU arithmetic": ("gpu_flops",),
+    "link rate": ("pcie",),
+}
+WORTH_SAYING = 0.01  # changes of less than a hundredth of the throughput are left out
+KV_CHOICES: Mapping[str, float] = {"bf16": 2.0}  # formats of the cache with fewer bytes, by bytes
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One class of the step: work, floor and bound on this machine, and what was measured.
+
+    intensity: FLOPs a byte, None without bytes; ratio: measured over floor, None without a floor;
+    share: of the step.
+    """
+
+    id: str
+    calls: float
+    flops: float
+    nbytes: float
+    intensity: float | None
+    bound: str
+    floor_s: float
+    measured_s: float
+    ratio: float | None
+    share: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing changed alone: tokens a second then, over now."""
+
+    name: str
+    tokens_per_s: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class ExplainReport:
+    """The mean step of one phase.
+
+    rows: by measured seconds, largest first; gap_s: what no class explains, so that both add up to
+    step_s. predicted_s: what the kernels' measured rates make of the step, None where they were not
+    measured. hardware, software: what one change alone would give. advice: in words.
+    """
+
+    model: str
+    machine: str
+    phase: str
+    steps: int
+    sequences: int
+    tokens: int
+    context: int
+    step_s: float
+    tokens_per_s: float
+    rows: tuple[ClassRow, ...]
+    gap_s: float
+    floor_s: float
+    predicted_s: float | None
+    hardware: tuple[Change, ...]
+    software: tuple[Change, ...]
+    advice: tuple[str, ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Steps of one kind, as observed, with the rows of a typical one among them."""
+
+    stats: Sequence[StepStats]
+    rows: StepRows
+
+
+def explain(
+    name: str, sample: Sample, model: RunningModel, machine: MachineProfile
+) -> ExplainReport:
+    """Work out the report.
+
+    Raises:
+        InternalError: the sample is empty.
+        MachineError: the machine lacks a rate that the step needs.
+    """
+    steps = len(sample.stats)
+    if not steps:
+        raise InternalError("no step to explain")
+    step_s = sum(s.seconds for s in sample.stats) / steps
+    calls: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for stats in sample.stats:
+        for one in stats.classes:
+            calls[one.id] = calls.get(one.id, 0) + one.calls
+            seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds
+    seconds = {ident: value / steps for ident, value in seconds.items()}
+    costs = running_cost(model, sample.rows)
+    rows = [
+        _row(
+            i,
+            calls[i] / steps,
+            costs[i].work if i in costs else Work(),
+            seconds[i],
+            step_s,
+            machine,
+        )
+        for i in sorted(seconds, key=lambda i: -seconds[i])
+    ]
+    step = advice.Calibrated(model, sample.rows, machine, seconds, step_s)
+    tokens = sample.rows.tokens
+    known = has_kernel_rates(machine, model)
+    return ExplainReport(
+        model=name,
+        machine=machine.name,
+        phase=sample.stats[0].phase,
+        steps=steps,
+        sequences=len(sample.rows.sequences),
+        tokens=tokens,
+        context=max(cached for _, cached in sample.rows.sequences),
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        rows=tuple(rows),
+        gap_s=step_s - sum(seconds.values()),
+        floor_s=sum(row.floor_s for row in rows),
+        predicted_s=predict(model, sample.rows, machine).seconds if known else None,
+        hardware=tuple(_hardware(step)),
+        software=tuple(_software(step)),
+        advice=tuple(_advice(step)),
+    )
+
+
+def _row(
+    ident: str, calls: float, work: Work, measured: float, step_s: float, machine: MachineProfile
+) -> ClassRow:
+    priced = price(work, machine)
+    floor = priced.floor_s
+    return ClassRow(
+        id=ident,
+        calls=calls,
+        flops=work.flops,
+        nbytes=work.nbytes,
+        intensity=priced.intensity if work.nbytes and math.isfinite(priced.intensity) else None,
+        bound=priced.bound,
+        floor_s=floor,
+        measured_s=measured,
+        ratio=measured / floor if floor else None,
+        share=measured / step_s,
+    )
+
+
+def _change(step: advice.Calibrated, name: str, seconds: float) -> Change:
+    tokens = step.rows.tokens
+    return Change(name, tokens / seconds, step.step_s / seconds)
+
+
+def _hardware(step: advice.Calibrated) -> list[Change]:
+    changes = [
+        _change(
+            step, f"{name} x 2", advice.with_machine(step, advice.faster(step.machine, rates, 2.0))
+        )
+        for name, rates in PROPERTIES.items()
+    ]
+    worth = [change for change in changes if change.gain > 1 + WORTH_SAYING]
+    return sorted(worth, key=lambda change: -change.gain)
+
+
+def _software(step: advice.Calibrated) -> list[Change]:
+    changes: list[Change] = []
+    if step.rows.decode:
+        for gain in advice.batching(step):
+            name = f"{gain.batch} x the sequences"
+            changes.append(
+                Change(name, gain.tokens_per_s, gain.tokens_per_s * step.step_s / step.rows.tokens)
+            )
+    for name, nbytes in KV_CHOICES.items():
+        if nbytes < step.model.kv_nbytes:
+            changes.append(
+                _change(step, f"--kv-format {name}", advice.with_kv_nbytes(step, nbytes))
+            )
+    changes.append(
+        _change(
+            step,
+            f"weights of {advice.FEW_BITS} bits",
+            advice.with_weight_bits(step, advice.FEW_BITS),
+        )
+    )
+    return [change for change in changes if abs(change.gain - 1) > WORTH_SAYING]
+
+
+def _advice(step: advice.Calibrated) -> list[str]:
+    lines: list[str] = []
+    if step.rows.decode:
+        lines.append(advice.speculation(step).text())
+        gains = advice.batching(step)
+        best = max(gains, key=lambda gain: gain.tokens_per_s)
+        now = step.rows.tokens / step.step_s
+        lines.append(
+            f"Batching: {best.batch} times the sequences give {best.tokens_per_s / now:.1f} times the "
+            f"tokens, each sequence {now * best.batch / best.tokens_per_s:.1f} times slower."
+        )
+    moe = step.model.spec.moe
+    if moe is not None:
+        need = advice.offloaded_break_even(moe.num_experts, moe.num_experts_per_token)
+        lines.append(
+            f"With the experts in host memory and uniform routing, drafting would need an acceptance "
+            f"of {need:.0%}: 1 - {moe.num_experts_per_token}/{moe.num_experts}."
+        )
+    bits = 8 * step.model.weights_nbytes / sum(s.elements for s in step.model.matrices.values())
+    gain = step.step_s / advice.with_weight_bits(step, advice.FEW_BITS)
+    if gain > 1 + WORTH_SAYING:
+        lines.append(
+            f"Quantisation: the weights take {bits:.1f} bits on average; {advice.FEW_BITS} would make "
+            f"the step {gain:.2f} times faster if the kernels kept their distance from the floor."
+        )
+    else:
+        lines.append(f"Quantisation: at {bits:.1f} bits a weight there is little left to gain.")
+    measured = step.measured
+    if measured.get(leaf.SAMPLING, 0.0) > 0.05 * step.step_s:
+        lines.append("Sampling takes more than 5% of the step: fewer truncations would help.")
+    return lines

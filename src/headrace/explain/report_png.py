@@ -1,0 +1,63 @@
+"""The roofline of an explained step as a PNG. Needs matplotlib, which Headrace does not install."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import ConfigError
+from headrace.explain.report import ExplainReport
+
+
+def require_matplotlib() -> None:
+    """Say at once if there is nothing to draw with.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--png needs matplotlib, which is not installed",
+            hint="pip install matplotlib; without --png the roofline is printed",
+            param="--png",
+        )
+
+
+def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> None:
+    """Draw every class that computes where it was measured, under the machine's roof.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    require_matplotlib()
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    plt: Any = importlib.import_module("matplotlib.pyplot")
+    figure, axes = plt.subplots(figsize=(8, 5))
+    points = [
+        (row.id, row.intensity, row.flops / row.measured_s)
+        for row in report.rows
+        if row.intensity is not None and row.flops and row.measured_s
+    ]
+    ridge = peak / memory
+    left = min([0.1 * ridge, *(p[1] for p in points)])
+    right = max([10 * ridge, *(p[1] for p in points)])
+    axes.plot([left, ridge, right], [memory * left, peak, peak], color="black")
+    for name, intensity, rate in points:
+        axes.scatter([intensity], [rate], s=30)
+        axes.annotate(
+            name, (intensity, rate), fontsize=8, xytext=(5, -3), textcoords="offset points"
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOPs a byte")
+    axes.set_ylabel("FLOP/s")
+    axes.set_title(f"{report.model} on {report.machine}: {report.phase}")
+    try:
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", param="--png") from None
+    finally:
+        plt.close(figure)

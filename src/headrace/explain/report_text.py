@@ -1,0 +1,115 @@
+"""An explained step as text: the table, a roofline in characters, and what would change it."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.explain.report import ClassRow, ExplainReport
+from headrace.explain.units_text import amount, figures, seconds
+
+PLOT_WIDTH, PLOT_HEIGHT = 64, 14
+# Letters of the classes in the picture, in the order of the table.
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def table(report: ExplainReport) -> list[str]:
+    """Title, a line for each class, the gap, the sum."""
+    width = max(len(row.id) for row in report.rows) + 2
+    head = (
+        f"{report.model} on {report.machine}: {report.phase} of {report.sequences} "
+        f"{'sequence' if report.sequences == 1 else 'sequences'}, {report.tokens} "
+        f"{'token' if report.tokens == 1 else 'tokens'} after {report.context:,}; mean of "
+        f"{report.steps} {'step' if report.steps == 1 else 'steps'}"
+    )
+    lines = [
+        head,
+        "",
+        f"{'CLASS':<{width}} {'CALLS':>5} {'FLOP':>8} {'BYTES':>8} {'FLOP/B':>7} {'BOUND':<7}"
+        f"{'FLOOR':>8} {'MEASURED':>9} {'RATIO':>6} {'SHARE':>6}",
+    ]
+    for letter, row in zip(LETTERS, report.rows):
+        lines.append(_line(letter, row, width))
+    share = report.gap_s / report.step_s
+    lines.append(
+        f"{'unexplained':<{width}} {'':>46} {seconds(report.gap_s):>9} {'':>6} {share:>6.1%}"
+    )
+    lines.append(
+        f"{'step':<{width}} {'':>37}{seconds(report.floor_s):>9} {seconds(report.step_s):>9} "
+        f"{figures(report.step_s / report.floor_s) if report.floor_s else '-':>6} {1:>6.0%}"
+    )
+    lines += ["", f"{figures(report.tokens_per_s)} tokens a second."]
+    if report.predicted_s is not None:
+        off = report.predicted_s / report.step_s - 1
+        lines[-1] += f" The kernels' own rates predict {seconds(report.predicted_s)} ({off:+.0%})."
+    return lines
+
+
+def _line(letter: str, row: ClassRow, width: int) -> str:
+    name = f"{letter} {row.id}"
+    intensity = "-" if row.intensity is None else figures(row.intensity)
+    ratio = "-" if row.ratio is None else figures(row.ratio)
+    flops = amount(row.flops, "").strip() if row.flops else "-"
+    nbytes = amount(row.nbytes, "B") if row.nbytes else "-"
+    floor = seconds(row.floor_s) if row.floor_s else "-"
+    return (
+        f"{name:<{width}} {figures(row.calls):>5} {flops:>8} {nbytes:>8} {intensity:>7} "
+        f"{row.bound or '-':<7}{floor:>8} {seconds(row.measured_s):>9} {ratio:>6} {row.share:>6.1%}"
+    )
+
+
+def changes(report: ExplainReport) -> list[str]:
+    """What one change alone would give, in tokens a second, and the advice."""
+    lines: list[str] = []
+    for title, found in (("HARDWARE", report.hardware), ("SOFTWARE", report.software)):
+        if found:
+            lines += ["", f"{title}: one change alone"]
+            lines += [
+                f"  {c.name:<24} {figures(c.tokens_per_s):>7} tok/s  {c.gain - 1:+.0%}"
+                for c in found
+            ]
+    return [*lines, "", *report.advice]
+
+
+def roofline(report: ExplainReport, peak: float, memory: float) -> list[str]:
+    """A roofline in characters: FLOPs a second against FLOPs a byte, both by powers.
+
+    Args:
+        peak: FLOPs a second at most; memory: bytes a second at most.
+    """
+    found = [
+        (letter, row.intensity, row.flops / row.measured_s)
+        for letter, row in zip(LETTERS, report.rows)
+        if row.intensity is not None and row.flops and row.measured_s
+    ]
+    if not found:
+        return []
+    ridge = peak / memory
+    left = min([0.1 * ridge, *(i for _, i, _ in found)])
+    right = max([10 * ridge, *(i for _, i, _ in found)])
+    low = min([memory * left, *(r for _, _, r in found)])
+
+    def column(intensity: float) -> int:
+        return round((PLOT_WIDTH - 1) * math.log(intensity / left) / math.log(right / left))
+
+    def line(rate: float) -> int:
+        place = math.log(max(rate, low) / low) / math.log(peak / low)
+        return PLOT_HEIGHT - 1 - round((PLOT_HEIGHT - 1) * min(place, 1.0))
+
+    cells = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
+    for at in range(PLOT_WIDTH):
+        intensity = left * (right / left) ** (at / (PLOT_WIDTH - 1))
+        cells[line(min(peak, memory * intensity))][at] = "-" if intensity >= ridge else "/"
+    for letter, intensity, rate in reversed(found):
+        cells[line(rate)][column(intensity)] = letter
+    lines = [
+        "",
+        f"ROOFLINE  {amount(peak, 'FLOP/s')} and {amount(memory, 'B/s')}, ridge {figures(ridge)}",
+    ]
+    labels = {0: amount(peak, ""), PLOT_HEIGHT - 1: amount(low, "")}
+    for index, row in enumerate(cells):
+        lines.append(f"{labels.get(index, '').strip():>8} |{''.join(row).rstrip()}")
+    lines.append(f"{'':>8} +{'-' * PLOT_WIDTH}")
+    lines.append(
+        f"{'':>10}{figures(left, 2):<{PLOT_WIDTH - 12}}{figures(right, 2):>12} FLOPs a byte"
+    )
+    return lines

@@ -1,0 +1,62 @@
+"""The explain table as it is printed, of a step whose numbers are given."""
+
+from pathlib import Path
+
+from headrace.core.step import ClassStats, MovedBytes, StepStats
+from headrace.explain import leaf
+from headrace.explain.report import Sample, explain
+from headrace.explain.report_text import changes, roofline, table
+from headrace.explain.running_cost import decode_rows
+from tests.fixtures.running_models import KERNELS, dense_model, machine
+
+GOLDEN = Path(__file__).parent / "explain" / "decode.txt"
+
+SECONDS = {
+    leaf.DENSE_FFN: (4, 3.0e-6),
+    leaf.QKV: (2, 1.0e-6),
+    leaf.ATTENTION_DECODE: (2, 1.5e-6),
+    leaf.O_PROJECTION: (2, 0.5e-6),
+    leaf.LM_HEAD: (1, 0.6e-6),
+    leaf.SAMPLING: (1, 0.1e-6),
+    leaf.SCHEDULE: (3, 2.0e-6),
+}
+
+
+def stats(step_s: float) -> StepStats:
+    classes = tuple(ClassStats(n, c, 0, MovedBytes(), s) for n, (c, s) in SECONDS.items())
+    return StepStats(step=1, phase="decode", batch=1, tokens=1, seconds=step_s, classes=classes)
+
+
+def report(step_s: float = 10e-6):
+    sample = Sample([stats(step_s), stats(step_s)], decode_rows(1, 5))
+    return explain("a toy", sample, dense_model(), machine(**KERNELS))
+
+
+def test_golden_text():
+    found = report()
+    text = "\n".join([*table(found), *roofline(found, 1e12, 1e9), *changes(found)]) + "\n"
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_classes_and_gap_add_up_to_the_step():
+    found = report()
+    assert sum(row.measured_s for row in found.rows) + found.gap_s == found.step_s
+    assert abs(sum(row.share for row in found.rows) + found.gap_s / found.step_s - 1) < 1e-12
+    assert [row.id for row in found.rows][:2] == [leaf.DENSE_FFN, leaf.SCHEDULE]
+
+
+def test_floors_by_hand():
+    rows = {row.id: row for row in report().rows}
+    ffn = rows[leaf.DENSE_FFN]
+    assert ffn.nbytes == 1536
+    assert abs(ffn.floor_s - 1.536e-6) < 1e-12  # at 1 GB/s
+    assert abs((ffn.ratio or 0) - 3.0 / 1.536) < 1e-9
+    assert ffn.bound == "dram"
+    assert rows[leaf.SCHEDULE].ratio is None
+
+
+def test_json_holds_the_same():
+    data = report().to_data()
+    assert data["rows"][0]["id"] == leaf.DENSE_FFN
+    assert data["steps"] == 2
+    assert {c["name"] for c in data["hardware"]} == {"host memory rate x 2"}

@@ -1,0 +1,135 @@
+"""Plans: what fits where, and what is said where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.core.config_library import bundled_model
+from headrace.core.errors import ConfigError
+from headrace.engine.plan import fetch_share, make_plan, with_rate
+from headrace.engine.plan_changes import alternatives, changes
+from headrace.engine.plan_hits import expected_hit_rate
+from headrace.engine.plan_memory import VRAM_RESERVE_NBYTES, Workload, workspace_nbytes
+from headrace.explain.engine_model import engine_model
+from headrace.machine.known import known_machine
+
+WORK = Workload(4096, prompt=1024)
+
+
+def plan(model: str, machine: str, work: Workload = WORK):
+    return make_plan(bundled_model(model).spec(), known_machine(machine), work)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "mode"),
+    [
+        ("gpt-oss-20b", "rtx-5070-ti", "vram"),  # published: 16 GB are enough
+        ("gpt-oss-120b", "h100", "vram"),  # published: one GPU of 80 GB
+        ("gpt-oss-120b", "rtx-5070-ti", "ram"),  # published: 16 GB and 128 GB of memory
+        ("deepseek-v4-flash", "rtx-5090+ram=128GiB", "disk"),  # published: 167 GB do not fit in 128
+        ("llama-3.1-70b", "rtx-3090", "none"),
+        ("llama-3-8b", "ddr5-6000-dual", "cpu"),
+        ("gpt-oss-120b", "apple-m4-max", "vram"),
+    ],
+)
+def test_where_models_go(model, machine, mode):
+    assert plan(model, machine).layout.mode == mode
+
+
+def test_every_byte_is_somewhere():
+    found = plan("gpt-oss-120b", "rtx-5070-ti")
+    spec, layout = found.spec, found.layout
+    vram = layout.used["vram"]
+    fixed = spec.dense_nbytes - spec.nbytes()["embedding"] + spec.kv_nbytes(4096, 16)
+    fixed += VRAM_RESERVE_NBYTES + workspace_nbytes(spec, WORK)
+    slots = (16 * 2**30 - fixed) // spec.expert_nbytes
+    assert layout.slots == slots
+    assert sum(vram.values()) == fixed + slots * spec.expert_nbytes
+    assert 0 <= layout.free("vram") < spec.expert_nbytes
+    assert layout.used["ram"]["experts"] == 36 * 128 * spec.expert_nbytes
+
+
+def test_short_of_what_by_hand():
+    found = plan("llama-3.1-70b", "rtx-3090+ddr4-3200-dual+ram=64GiB")
+    assert found.speed is None
+    assert not found.fits
+    spec = found.spec
+    needed = spec.weights_nbytes + spec.kv_nbytes(4096, 16) + workspace_nbytes(spec, WORK)
+    assert found.layout.short == {"ram": needed + 512 * 2**20 - (64 * 2**30 - 3 * 10**9)}
+    said = alternatives(found)
+    assert any("q4_k" in text for text in said)
+    assert any("largest bundled model that fits" in text for text in said)
+
+
+def test_a_mixture_can_lack_both_memories():
+    found = plan("glm-5.2", "rtx-4090")
+    assert set(found.layout.short) == {"vram", "ram"}
+    assert found.layout.short_nbytes > 300e9
+
+
+def test_shorter_context_is_offered():
+    found = plan("llama-3.1-8b", "rtx-3090+ram=8GiB", Workload(131072, 4))
+    assert found.layout.mode == "none"
+    assert any("--context" in text for text in alternatives(found))
+
+
+def test_hit_rate_is_the_published_one():
+    assert expected_hit_rate(0.152).expected == pytest.approx(0.315)
+    assert expected_hit_rate(0).expected == 0
+    assert expected_hit_rate(1).expected == 1
+    rate = expected_hit_rate(0.3)
+    assert rate.low < rate.expected < rate.high
+
+
+def test_split_is_the_papers():
+    # B_P = 10, memory channels 40: the CPU has 30 left, q*/m = 10/40
+    machine = known_machine("rtx-4090")
+    machine = with_rate(machine, "pcie_h2d", 10 / machine.rates["pcie_h2d"].value / 0.836)
+    machine = with_rate(machine, "dram_read", 40 / machine.rates["dram_read"].value / 0.75)
+    assert fetch_share(machine, engine_model("freetoken")) == pytest.approx(0.25)
+
+
+def test_changes_are_sorted_and_named():
+    found = changes(plan("gpt-oss-120b", "rtx-5070-ti"))
+    names = [change.name for change in found]
+    for name in ("+8 GB of VRAM", "link twice as fast", "twice the memory channels"):
+        assert name in names
+    assert any("KV cache" in name for name in names)
+    assert any("half the context" in name for name in names)
+    factors = [change.factor for change in found]
+    assert factors == sorted(factors, reverse=True)
+    assert min(factors) >= 1
+
+
+def test_disk_is_slower_than_memory():
+    small = plan("gpt-oss-120b", "rtx-5070-ti+ram=32GiB")
+    large = plan("gpt-oss-120b", "rtx-5070-ti+ram=128GiB")
+    assert small.layout.mode == "disk"
+    assert small.layout.short["ram"] > 0
+    assert small.speed.tokens_s.expected < large.speed.tokens_s.expected
+    assert small.speed.decode.bound == "disk"
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (Workload(10**9), "trained for at most"),
+        (Workload(4096, 0), "concurrency"),
+        (Workload(4096, prompt=8192), "prompt"),
+        (Workload(4096, kv_format="int3"), "kv-format"),
+    ],
+)
+def test_impossible_workloads_are_refused(work, message):
+    with pytest.raises(ConfigError, match=message):
+        plan("gpt-oss-20b", "h200", work)
+
+
+def test_concurrency_shares_weights():
+    one, eight = (
+        plan("llama-3-8b", "h200"),
+        plan("llama-3-8b", "h200", replace(WORK, concurrency=8)),
+    )
+    assert eight.speed.tokens_s.expected > 6 * one.speed.tokens_s.expected
+    assert eight.layout.used["vram"]["KV cache"] == 8 * one.layout.used["vram"]["KV cache"]

@@ -1,0 +1,69 @@
+"""The catalogue of machines: every record complete, parts combined, mistakes named."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.machine.known import known_machine, memory_nbytes, parts
+from headrace.machine.profile import MachineProfile
+
+# The issue's list, each under a plain name.
+WANTED = """rtx-3090 rtx-4060-laptop rtx-4090 rtx-5070-ti rtx-5090 rtx-pro-6000 a100 h100 h200 b200 gb300
+mi300x mi355x tpu-v5e tpu-v6e trainium2 gaudi-3 groq-lpu wse-3 rubin-r200 rubin-cpx apple-m4-max
+ddr5-6000-dual ddr5-6400-8ch ddr5-4800-12ch pcie4x16""".split()
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_everything_asked_for_is_there_with_sources(name):
+    part = parts()[name]
+    assert part.rates
+    for value, source in part.rates.values():
+        assert value > 0
+        assert len(source) > 7
+
+
+@pytest.mark.parametrize("name", [n for n, p in parts().items() if p.kind != "link"])
+def test_every_chip_and_host_is_a_whole_machine(name):
+    machine = known_machine(name)
+    assert {"dram_read", "cpu_flops_f32", "disk_read"} <= set(machine.rates)
+    if machine.gpu is not None:
+        assert {"hbm_read", "pcie_h2d", "gpu_flops_bf16", "gpu_flops_f32"} <= set(machine.rates)
+        assert machine.gpu.multiprocessors > 0
+    assert MachineProfile.from_json(machine.to_json()) == machine
+
+
+def test_parts_combine():
+    machine = known_machine("RTX-4090+pcie4x8+ddr5-6000-dual+ram=192GiB")
+    assert machine.gpu is not None
+    assert machine.gpu.memory_nbytes == 24 * 2**30
+    assert machine.host.memory_nbytes == 192 * 2**30
+    assert machine.rates["pcie_h2d"].value == pytest.approx(8 * 16 * 128 / 130 / 8, rel=1e-3)
+    assert machine.rates["dram_read"].value == 2 * 8 * 6.0
+    assert known_machine("ddr5-6400-8ch").gpu is None
+
+
+def test_h200_by_its_data_sheet():
+    rates = known_machine("h200").rates
+    assert rates["hbm_read"].value == 4800
+    assert rates["gpu_flops_bf16"].value == 989e3
+    assert rates["gpu_flops_bf16"].unit == "GFLOP/s"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rtx-5070ti", "did you mean rtx-5070-ti"),
+        ("rtx-4090+h200", "both a gpu"),
+        ("pcie4x16", "neither a GPU nor a host"),
+        ("rtx-4090+ram=lots", "not a size"),
+    ],
+)
+def test_mistakes_are_named(name, message):
+    with pytest.raises(ConfigError, match=message):
+        known_machine(name)
+
+
+def test_sizes():
+    assert memory_nbytes("1.5GiB") == 1610612736
+    assert memory_nbytes("230MB") == 230_000_000
