@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, store, and say where; prints the path."""
     text = None if args.text is None else _read(args.text)
     # Heavy imports only once the arguments are known to be right.
-    from headrace.models.calibration import calibrate
+    from headrace.engine.calibration import calibrate
 
     with loading_progress() as progress:
         done = calibrate(

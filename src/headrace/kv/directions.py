@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +72,10 @@ def load_directions(
     expected = (spec.num_layers, spec.num_kv_heads, MAX_RANK, spec.head_dim)
     hint = "measure them again with `headrace calibrate`, or remove the file"
     try:
-        with np.load(path, allow_pickle=False) as file:
-            found = file["directions"]
-    except (OSError, ValueError, KeyError) as error:
+        # Opened here, because NumPy leaves a file open that turns out to be no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as parts:
+            found = parts["directions"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}", hint=hint) from error
     if found.shape != expected or found.dtype != np.float32 or not np.isfinite(found).all():
         raise CheckpointError(
