@@ -36,7 +36,7 @@ def prompts():
         stem + [rng.randrange(10, 4000) for _ in range(9)],
         stem[:33],
         [rng.randrange(10, 4000) for _ in range(70)],
-        stem + [7, 8],
+        [*stem, 7, 8],
     ]
 
 

@@ -22,9 +22,9 @@ class Family:
     ``final_norm``, ``lm_head`` and, under ``layers.{i}.``: ``attn_norm``, ``q``, ``k``, ``v``,
     ``o``, ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias``, ``q_norm``, ``k_norm``, ``sinks``,
     ``attn_post_norm``, ``ffn_norm``, ``ffn_post_norm``, ``gate``, ``up``, ``down``, ``router``,
-    ``router_bias``, ``experts.gate``, ``experts.up``, ``experts.down``, ``experts.gate_bias``, ``experts.up_bias``,
-    ``experts.down_bias``, ``experts.gate_up``, ``experts.gate_up_bias`` (stacked,
-    experts first), or ``experts.{e}.gate`` and so on where a checkpoint stores them one by one.
+    ``router_bias``, ``experts.gate``, ``experts.up``, ``experts.down``, ``experts.gate_bias``,
+    ``experts.up_bias``, ``experts.down_bias``, ``experts.gate_up``, ``experts.gate_up_bias``
+    (stacked, experts first), or ``experts.{e}.gate`` and so on where a checkpoint stores them one by one.
     ``rope_freqs`` holds divisors of RoPE's frequencies (GGUF); ``layers.{i}.rope_inv_freq`` is what
     theta already gives, and is not loaded.
 
