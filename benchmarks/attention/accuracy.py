@@ -35,7 +35,7 @@ from headrace.text.tokenizer import load_tokenizer
 
 OUT = Path(__file__).parents[1] / "results" / "attention" / "accuracy.json"
 # Positions of a window whose distributions are compared; more would only cost time.
-POSITIONS = 512
+POSITIONS = 1024
 ROWS = 64  # rows of logits at once: 67 MB at Gemma's vocabulary
 BINS = 8
 # Windows by length: about as many tokens each, at least one.
@@ -112,8 +112,10 @@ def measure(model: Model, window: Window, variant: Variant) -> Run:
 
 
 def score(found: list[Window], runs: list[Run], base: list[Run]) -> dict[str, Any]:
-    """Means over windows; ``kl_by_position``: BINS equal parts of the window."""
+    """Means over windows; ``kl_by_position``: BINS equal parts of the window; ``nll_change``: to
+    float32, with its standard error over positions, since both see the same text."""
     kl, nll, bins = [], [], []
+    changes: list[torch.Tensor] = []
     hits, answer_nll, count = 0, 0.0, 0
     for window, run, exact in zip(found, runs, base, strict=True):
         at = positions(window)
@@ -121,14 +123,19 @@ def score(found: list[Window], runs: list[Run], base: list[Run]) -> dict[str, An
         kl.append(float(each.mean()))
         bins.append([float(part.mean()) for part in each.tensor_split(BINS)])
         following = torch.tensor(window.ids)[at + 1]
-        nll.append(-float(run.chosen.gather(1, following[:, None]).mean()))
+        loss, before = (-r.chosen.gather(1, following[:, None])[:, 0] for r in (run, exact))
+        nll.append(float(loss.mean()))
+        changes.append(loss - before)
         for (first, last), rows in zip(window.answers, run.answers, strict=True):
             wanted = torch.tensor(window.ids[first:last])
             hits += bool((rows.argmax(-1) == wanted).all())
             answer_nll -= float(rows.gather(1, wanted[:, None]).sum())
             count += 1
     size = len(found)
+    change = torch.cat(changes)
     return {
+        "nll_change": float(change.mean()),
+        "nll_change_se": float(change.std() / len(change) ** 0.5),
         "kl": sum(kl) / size,
         "perplexity": math.exp(sum(nll) / size),
         "kl_by_position": [sum(b[i] for b in bins) / size for i in range(BINS)],
