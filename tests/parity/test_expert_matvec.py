@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,8 @@ pytestmark = needs_triton
 
 CLAMPED = Activation("swiglu_clamped", 1.702, 7.0)
 SILU = Activation("silu")
-# Two int8 terms hold 15 bits of a block's largest value (2e-5 of the rows, twice); bfloat16 weights meet float32 activations.
+# Two int8 terms hold 15 bits of a block's largest value (2e-5 of the rows, twice); bfloat16 weights
+# meet float32 activations.
 TOLERANCE = {"mxfp4": 1e-4, "bf16": 2e-6}
 
 
@@ -60,7 +63,8 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
         launch.RequestOffsets(where.ack // 4, where.abort // 4, where.x // 4, where.out // 4),
         multiprocessors=1,
         tuning=launch.Tuning(
-            gather_programs=2, gather_words=512, gate_up_programs=1, down_programs=1, down_tile=64
+            gather_programs=2, gather_words=512, gate_up_programs=1, down_programs=1, down_tile=64,
+            gate_up_registers=None, down_registers=None, down_warps=4
         ),
     )  # fmt: skip
     return state, launcher, where, slabs
@@ -69,6 +73,7 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
 @pytest.mark.parametrize(
     ("fmt", "hidden", "inner", "slices", "bias", "act", "tokens"),
     [
+        ("mxfp4 by mma", 160, 64, 2, True, CLAMPED, 2),
         ("mxfp4", 96, 96, 3, True, CLAMPED, 1),
         ("mxfp4", 64, 64, 1, False, SILU, 2),
         ("bf16", 48, 40, 2, True, CLAMPED, 2),
@@ -81,12 +86,14 @@ def test_hits_fetches_and_cpu_add_up(
     from headrace.ops.triton import expert_state
 
     experts, k = 5, 3
+    fmt, _, mma = fmt.partition(" by ")
     layout = slab_layout(fmt, hidden, inner, has_bias=bias, num_slices=slices)
     slabs = random_slabs(layout, 1, experts, seed=3)
     shape = oracle.PlanShape(1, experts, slices, num_slots=4, max_fetch=3 * slices, window=16)
     state, launcher, where, slabs = _setup(layout, slabs, shape, tokens, k, act, with_cpu=True)
+    launcher.tuning = replace(launcher.tuning, tensor_cores=bool(mma))
     generator = torch.Generator().manual_seed(7)
-    for _step in range(2):
+    for _step in range(3 if mma else 2):
         x = torch.randn(tokens, hidden, generator=generator)
         ids = torch.rand(tokens, experts, generator=generator).topk(k).indices.to(torch.int32)
         ids[0, 2] = -1
@@ -143,8 +150,6 @@ def _answer(block: torch.Tensor, where, layout: SlabLayout, slabs: torch.Tensor,
 
 
 def test_a_silent_cpu_is_noticed_and_later_waits_end_at_once() -> None:
-    from dataclasses import replace
-
     from headrace.ops.triton import expert_state
 
     layout = slab_layout("bf16", 32, 32, has_bias=False, num_slices=1)

@@ -36,13 +36,14 @@ class Kernels:
     serving: dict[str, str]
     isa: str | None = None  # the instruction set that the C++ kernels use
     refused: str | None = None  # why every other command will refuse to start
+    gpu: str | None = "not looked at"  # why the GPU's kernels cannot be used, None if they can
 
 
 def look_at_kernels() -> Kernels:
     """Import the op registry and ask each back-end. Imports torch where it is installed."""
     if not importable("torch"):
         missing = "torch is not installed"
-        return Kernels({"cpu": missing, "reference": missing}, {})
+        return Kernels({"cpu": missing, "reference": missing}, {}, gpu=missing)
     from headrace.machine.device import HostDevice
     from headrace.ops import registry
 
@@ -59,7 +60,7 @@ def look_at_kernels() -> Kernels:
     try:
         serving = registry.resolve(usable).describe()
         isa = registry.instruction_set("cpu") if reasons.get("cpu", "") is None else None
-        return Kernels(reasons, serving, isa, refused)
+        return Kernels(reasons, serving, isa, refused, registry.unavailable_reason("triton"))
     except Exception as error:
         return Kernels({**reasons, "registry": f"{type(error).__name__}: {error}"}, {})
 
@@ -154,6 +155,14 @@ def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
+def _device_line(machine: Machine, kernels: Kernels) -> str:
+    if not machine.gpus:
+        return "the CPU"
+    if kernels.gpu is not None:
+        return f"the CPU, not the GPU: {kernels.gpu}"
+    return "the GPU (--device); experts that do not fit it stay in host memory (--experts)"
+
+
 def lines(
     machine: Machine, threads: ThreadChoice, kernels: Kernels, accounts: Accounts | None = None
 ) -> list[tuple[str, str]]:
@@ -175,7 +184,7 @@ def lines(
         ("C++ extension", native_line(kernels)),
         ("will use", f"{threads.threads} threads: {threads.reason}"),
         ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
-        ("", "the CPU" + (": this version has no GPU kernels" if machine.gpus else "")),
+        ("", _device_line(machine, kernels)),
     ]
 
 
@@ -200,7 +209,7 @@ def report(
         },
         "kernels": dataclasses.asdict(kernels),
         "will_use": {
-            "device": "cpu",
+            "device": "cuda" if machine.gpus and kernels.gpu is None else "cpu",
             "threads": threads.threads,
             "cpus": threads.cpus,
             "reason": threads.reason,

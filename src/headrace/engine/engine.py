@@ -54,7 +54,6 @@ class Engine:
         self._tokenizer = parts.tokenizer
         self._vocab = parts.decoder.spec.vocab
         self._decoder = parts.decoder
-        self._cache = parts.kv[0]
         self._profiler: StepProfiler | None = None
         self._scheduler = Scheduler(parts.scheduler)
         pool = self._scheduler.tables.pool
@@ -150,7 +149,9 @@ class Engine:
             self._profiler.stop()
             self._profiler = None
         if on:
-            self._profiler = StepProfiler(self._decoder, self._cache, self.info.kv_format)
+            self._profiler = StepProfiler(
+                self._decoder, self.info.kv_format, self.info.block_tokens
+            )
             self._profiler.start()
         return self._profiler
 

@@ -73,7 +73,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     set_threads(resolved)
     device = open_device(resolved, machine)
     ops = registry.resolve(_backends(resolved))
-    experts = ExpertPlace(resolved, device, ops, progress)
+    experts = ExpertPlace(resolved, device, machine, progress)
     try:
         decoder = load_model(
             checkpoint,
@@ -91,7 +91,8 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
             device.torch_device,
             found.directions if found is not None and resolved.kv_rank else None,
         )
-        graphs = capture_graphs(resolved, device, decoder, kv, progress)
+        with experts.awake():
+            graphs = capture_graphs(resolved, device, decoder, kv, progress)
     except Exception as error:
         if resolved.vram is None or not is_out_of_memory(error):
             raise

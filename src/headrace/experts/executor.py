@@ -28,6 +28,10 @@ from headrace.ops.expert_records import ExpertFault, ExpertService
 
 log = logging.getLogger(__name__)
 
+# Slices fetched in a layer where the CPU takes the rest: transit slots cost memory. A token's experts are
+# 12 to 24 slices; a full batch misses so many that the CPU's share is beyond this anyway.
+HYBRID_MAX_FETCH = 32
+
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
 
@@ -63,9 +67,14 @@ class ExecutorShape:
             num_experts=store.num_experts,
             num_slices=slices,
             num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
-            max_fetch=0 if self.placement in ("cpu", "gpu") else most,
+            max_fetch=self._max_fetch(most),
             window=_power_of_two(2 * most),
         )
+
+    def _max_fetch(self, most: int) -> int:
+        if self.placement in ("cpu", "gpu"):
+            return 0
+        return most if self.placement == "stream" else min(most, HYBRID_MAX_FETCH)
 
     def max_missing(self, store: HostStore) -> int:
         """Most slices that a layer of a step can miss."""
@@ -217,7 +226,8 @@ class HybridExecutor:
         self.store.close()
 
     def _start_service(self) -> None:
-        assert self._block is not None and self._new_service is not None
+        assert self._block is not None
+        assert self._new_service is not None
         self._block.zero_()
         self.service = self._new_service()
         self.service.start()

@@ -17,6 +17,7 @@ from headrace.experts.plan_oracle import PlanShape, decay_table
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
+from headrace.experts.stream import SliceProduct
 from headrace.machine.device import Device
 from headrace.ops import registry
 from headrace.ops.records import Activation
@@ -30,6 +31,7 @@ class GpuPaths:
     Args:
         store: its pinned layers can be fetched.
         fields: the request block's; block: its memory, uint8, pinned; None without a CPU service.
+        max_tokens: of a decoding step; the block's if None.
         tuning: ``ops.triton.experts.Tuning``; the measured one if None.
     """
 
@@ -43,6 +45,8 @@ class GpuPaths:
         block: torch.Tensor | None,
         top_k: int,
         tuning: Any = None,
+        *,
+        max_tokens: int | None = None,
     ) -> None:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
@@ -55,7 +59,7 @@ class GpuPaths:
             num_slots=shape.num_slots,
             max_fetch=shape.max_fetch,
             window=shape.window,
-            max_tokens=fields.max_tokens,
+            max_tokens=max_tokens or fields.max_tokens,
             top_k=top_k,
             request=tuple(offset // _WORD for offset in at),
         )
@@ -132,6 +136,28 @@ class GpuPaths:
         """Waits for the GPU."""
         hits, fetched, computed, layers, _, admitted, *_ = self.state.totals.tolist()
         return ExpertCounts(hits, fetched, computed, admitted, layers)
+
+    def slot(self, number: int) -> torch.Tensor:
+        nbytes = self._store.layout.slice_nbytes
+        return self.arena[number * nbytes : (number + 1) * nbytes]
+
+    def slots_of(self, layer: int) -> list[int]:
+        """Waits for the GPU."""
+        size = self.shape.num_experts * self.shape.num_slices
+        return self.state.slot_of[layer * size : (layer + 1) * size].tolist()
+
+    def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
+        first = self.shape.key(layer, 0, 0)
+        device = self.state.slot_of.device
+        slots, old, new = torch.tensor(changes, dtype=torch.int32, device=device).T
+        self.state.slot_of[(first + old).long()] = -1
+        self.state.slot_of[(first + new).long()] = slots
+        self.state.owner_of[slots.long()] = first + new
+
+    def product(self, act: Activation) -> SliceProduct:
+        """Computes a slice for many tokens, by matrix products in bfloat16."""
+        kernels, geometry = self._kernels, _slices(self._kernels, self._store.layout)
+        return lambda piece, x: kernels.slice_product(geometry, piece, x, act)
 
 
 def _slices(kernels: Any, layout: SlabLayout) -> Any:

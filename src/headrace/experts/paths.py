@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from headrace.experts.items import Items
 from headrace.experts.plan_oracle import (
+    FREE,
     CacheTables,
     Entry,
     LayerPlan,
@@ -94,6 +95,13 @@ class ExpertPaths(Protocol):
 
     def counts(self) -> ExpertCounts: ...
 
+    def slot(self, number: int) -> torch.Tensor:
+        """See ``stream.SlotTable``, as the next two."""
+        ...
+
+    def slots_of(self, layer: int) -> list[int]: ...
+    def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None: ...
+
 
 class HostPaths:
     """The twin: the same plan by the oracle, slots in ordinary memory, all work done at once.
@@ -127,7 +135,7 @@ class HostPaths:
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer
         plan = plan_layer(
-            self.shape, self.tables, layer, ids.tolist(), weights.tolist(), self._split[layer]
+            self.shape, self.tables, layer, _rows(ids), _rows(weights), self._split[layer]
         )
         self._plan = plan
         made = (len(plan.hits), len(plan.fetches), len(plan.cpu), sum(plan.admitted), 1)
@@ -198,3 +206,22 @@ class HostPaths:
 
     def counts(self) -> ExpertCounts:
         return ExpertCounts(*self._counts)
+
+    def slot(self, number: int) -> torch.Tensor:
+        return self.arena[number]
+
+    def slots_of(self, layer: int) -> list[int]:
+        size = self.shape.num_experts * self.shape.num_slices
+        return self.tables.slot_of[layer * size : (layer + 1) * size]
+
+    def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
+        first = self.shape.key(layer, 0, 0)
+        for slot, old, new in changes:
+            self.tables.slot_of[first + old] = FREE
+            self.tables.slot_of[first + new] = slot
+            self.tables.owner_of[slot] = first + new
+
+
+def _rows(values: Any) -> Any:
+    """A tensor as lists; torch types ``tolist`` only in part."""
+    return values.tolist()

@@ -43,7 +43,7 @@ class VirtualEvent:
         """Mark the end of the stream's work so far (the current stream if None)."""
         self.at_s = (stream or self._device.current).at_s
 
-    def wait(self, stream: VirtualStream | None = None) -> None:
+    def wait(self, stream: Any = None) -> None:
         """Hold the stream (the current one if None) back until the event."""
         (stream or self._device.current).wait_event(self)
 

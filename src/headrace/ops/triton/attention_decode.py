@@ -34,8 +34,10 @@ _TILE = 64  # keys that are multiplied at a time
 
 def num_parts(kv_heads: int) -> int:
     """Parts that a row's keys are cut into at most, a power of two."""
-    wanted = triton.next_power_of_2(max(_PART_PROGRAMS // kv_heads, 1))
-    return min(max(wanted, LEAST_PARTS), MOST_PARTS)
+    parts = LEAST_PARTS
+    while parts < MOST_PARTS and parts * kv_heads < _PART_PROGRAMS:
+        parts *= 2
+    return parts
 
 
 @triton.jit

@@ -18,8 +18,9 @@ Device state, int32 unless said:
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def expert_plan(
     ids_ptr, weights_ptr, slot_of, owner_of, score, last_use, decay, victims, split, state,
     counts, hits, fetches, pair_token, pair_weight, pair_of, on_gpu, totals, block, layer,
     USES: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
-    SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, DECAY: tl.constexpr, SPLIT: tl.constexpr, HAS_CPU: tl.constexpr,
+    SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, DECAY: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_CPU: tl.constexpr,
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +126,7 @@ def expert_plan(
     tl.store(pair_weight + pair, weight, mask=valid)
     tl.store(pair_of + i, tl.where(valid, pair, -1), mask=i < USES)
     num_valid = tl.sum(valid.to(tl.int32), 0)
-    if HAS_CPU:
+    if HAS_CPU:  # noqa: SIM102 (one is known when the kernel is compiled)
         if total_cpu > 0:
             items = block + AT_ITEMS + cpu_at * 4
             is_cpu = cpu != 0

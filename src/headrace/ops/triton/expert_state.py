@@ -4,8 +4,8 @@ One ``PlanState`` serves all layers and all batch sizes; every tensor keeps its 
 captured graphs stay valid.
 """
 
-# pyright: reportIndexIssue=false, reportCallIssue=false
 # ``kernel[grid](...)`` is Triton's launch syntax.
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 

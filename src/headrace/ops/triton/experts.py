@@ -9,6 +9,7 @@ from headrace.ops.triton.expert_launch import (
     SliceGeometry,
     Tuning,
 )
+from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
     PlanGeometry,
     PlanState,
@@ -27,5 +28,6 @@ __all__ = [
     "Tuning",
     "new_plan_state",
     "plan_layer",
+    "slice_product",
     "start_step",
 ]

@@ -34,7 +34,8 @@ def embed(weight: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
     if weight.format not in FLOATS:
         return reference.embed(weight, ids)
     data = weight.parts["data"]
-    out = torch.empty(len(ids), weight.cols, device=data.device)
+    # The table may be pinned host memory: a step needs a row or two of it.
+    out = torch.empty(len(ids), weight.cols, device=ids.device)
     grid = (len(ids), triton.cdiv(weight.cols, _COLUMNS))
     embed_kernel[grid](data, ids, out, weight.cols, data.stride(0), BLOCK=_COLUMNS, num_warps=4)
     return out
