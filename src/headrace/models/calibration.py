@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from typing import cast
 
 import torch
 
@@ -67,9 +68,9 @@ def directions(moments: torch.Tensor, rank: int) -> torch.Tensor:
     The sign of each is chosen so that its largest component is positive: results do not depend on
     the linear-algebra library's choice.
     """
-    found: tuple[torch.Tensor, torch.Tensor] = torch.linalg.eigh(moments)  # pyright: ignore[reportUnknownMemberType]
-    vectors = found[1].flip(-1)[..., :rank].transpose(-2, -1)
-    largest = vectors.gather(-1, vectors.abs().argmax(-1, keepdim=True))
+    found = cast("tuple[torch.Tensor, torch.Tensor]", torch.linalg.eigh(moments))  # pyright: ignore[reportUnknownMemberType]
+    vectors: torch.Tensor = found[1].flip(-1)[..., :rank].transpose(-2, -1)
+    largest: torch.Tensor = vectors.gather(-1, vectors.abs().argmax(-1, keepdim=True))
     return (vectors * torch.sign(largest)).float().contiguous()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import CheckpointError, ConfigError
-from headrace.core.kv_accuracy import KVAccuracy, smallest_that_holds
+from headrace.core.kv_accuracy import MEASURED, KVAccuracy, smallest_that_holds
+from headrace.core.kv_formats import FORMATS
 from headrace.engine.calibration import calibrate
 from headrace.engine.engine import Engine
 from headrace.kv.directions import data_dir, load_directions
@@ -127,6 +130,23 @@ def test_auto_takes_the_smallest_format_that_is_known_to_hold():
         "bf16",
         "nvfp4k-fp8v is not measured on other; fp8 is not measured on other",
     )
+
+
+def test_the_table_of_auto_is_what_was_measured():
+    path = Path(__file__).parents[3] / "benchmarks/results/attention/accuracy.json"
+    entries = json.loads(path.read_text())["entries"]
+    for row in MEASURED:
+        variant = row.kv_format + (f", R = {row.rank}" if row.kv_format != "fp8" else "")
+        same = [e for e in entries if e["family"] == row.family and e["tokens"] == row.context]
+        found = next(e for e in same if e["variant"] == variant)
+        bf16 = next(e for e in same if e["variant"] == "bf16")
+        assert row.kl == pytest.approx(found["kl"], abs=6e-6)
+        change = found["perplexity"] / bf16["perplexity"] - 1
+        assert row.perplexity_change == pytest.approx(change, abs=6e-5)
+    every = frozenset(FORMATS)
+    assert smallest_that_holds("llama", rank=4, usable=every)[0] == "nvfp4k-fp8v"
+    assert smallest_that_holds("gemma3_text", rank=4, usable=every)[0] == "fp8"
+    assert smallest_that_holds("qwen3", rank=4, usable=every)[0] == "bf16"
 
 
 def test_open_pages_are_conserved_and_stale_ones_swept():

@@ -86,7 +86,7 @@ def sealed_append(k: torch.Tensor, v: torch.Tensor, cache: SealedKV, batch: Atte
     v = checked(v, torch.float32, (tokens, *shape), "v")
     bad = _native.sealed_append(native, where, k.data_ptr(), v.data_ptr(), tokens)
     if bad >= tokens:
-        raise InternalError(f"seals[{bad - tokens}]: found {given.seals[bad - tokens].tolist()}")
+        raise InternalError(f"seals[{bad - tokens}]: found {given.seals[bad - tokens]}")
     in_range(bad, given.rows, "a row of an open page", "open rows")
 
 
