@@ -23,10 +23,11 @@ from benchmarks.residency import model
 from benchmarks.residency.kernels import expert_float64
 from headrace.core.step import ScheduledChunk
 from headrace.engine.decode_graphs import DecodeGraphs
-from headrace.engine.expert_runtime import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
+from headrace.experts.building import make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.random_store import random_store
-from headrace.experts.split import PathRates
+from headrace.experts.slab import SlabLayout
+from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
 from headrace.experts.store import HostStore
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice
@@ -36,6 +37,7 @@ from headrace.ops.registry import resolve
 GIB = 1 << 30
 BLOCK_TOKENS = 16
 CONTEXT_TOKENS = 1024
+CONTEXT_NBYTES = 600 << 20  # what CUDA took before we could look
 RESERVE_NBYTES = 256 << 20  # graphs, activations of prefill, the allocator's rounding
 
 
@@ -161,8 +163,8 @@ def check(executor: HybridExecutor, store: HostStore, layer: int) -> float:
     return float((found[0].double() - want).abs().max() / want.abs().max())
 
 
-def main() -> None:
-    parser = geo.parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that all benchmarks of this folder share."""
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--vram-gib", type=float, default=0.0, help="0: no budget")
     parser.add_argument("--placement", default="hybrid", choices=("gpu", "cpu", "stream", "hybrid"))
@@ -176,6 +178,26 @@ def main() -> None:
         "--then-resident", action="store_true", help="afterwards, all experts on the GPU"
     )
     parser.add_argument("--sweep", action="store_true", help="try other splits too")
+
+
+def slots_within(
+    options: argparse.Namespace, device: CudaDevice, layout: SlabLayout, free_before: int,
+    reserve: int = RESERVE_NBYTES,
+) -> int:  # fmt: skip
+    """Slots that the budget leaves, what the driver took and ``reserve`` counted in."""
+    everything = options.layers * geo.EXPERTS * layout.num_slices
+    if not options.vram_gib:
+        return everything
+    memory = device.memory()
+    used = free_before - memory.free_nbytes
+    spare = memory.reserved_nbytes - memory.allocated_nbytes
+    left = int(options.vram_gib * GIB) - used + spare - reserve
+    return min(everything, left // layout.slice_nbytes)
+
+
+def main() -> None:
+    parser = geo.parser(__doc__)
+    add_options(parser)
     options = parser.parse_args()
     begin = time.perf_counter()
     figures: dict[str, Any] = {"options": vars(options)}
@@ -186,7 +208,7 @@ def main() -> None:
 
     device = CudaDevice()
     torch.ones(1, device=device.torch_device)
-    free_before = device.memory().free_nbytes + (600 << 20)  # what CUDA took for its context
+    free_before = device.memory().free_nbytes + CONTEXT_NBYTES
     layout = geo.layout(num_slices=options.slices)
     store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
     say("load_s", repr(store.times))
@@ -205,13 +227,7 @@ def main() -> None:
     graphs.capture()
     say("dense_only", run_tokens(graphs, tokens[:64], None))
     everything = options.layers * geo.EXPERTS * layout.num_slices
-    slots = everything
-    if options.vram_gib:
-        memory = device.memory()
-        used = free_before - memory.free_nbytes
-        spare = memory.reserved_nbytes - memory.allocated_nbytes
-        left = int(options.vram_gib * GIB) - used + spare - RESERVE_NBYTES
-        slots = min(everything, left // layout.slice_nbytes)
+    slots = slots_within(options, device, layout, free_before)
     say("slots", {"slices": slots, "share": slots / everything})
     executor = executor_of(device, store, options.placement, slots, options)
     later.target = executor

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.residency import geometry as geo
-from headrace.experts.plan_oracle import decay_table
+from headrace.experts.cache_policy import value_constants
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import SlabLayout
 from headrace.ops.records import Activation
@@ -69,10 +69,12 @@ class Bench:
         )
         block = torch.zeros(where.nbytes // 4, dtype=torch.int32).pin_memory() if has_cpu else None
         self.geometry = expert_state.PlanGeometry(
-            18, geo.EXPERTS, slices, num_slots, 12 * tokens, 32 * tokens, tokens, geo.TOP_K, offsets
+            18, geo.EXPERTS, slices, num_slots, 12 * tokens, 32 * slices, tokens, geo.TOP_K, offsets
         )
         device = torch.device("cuda")
-        self.state = expert_state.new_plan_state(self.geometry, decay_table(32.0), device, block)
+        self.state = expert_state.new_plan_state(
+            self.geometry, value_constants(18, slices).table(), device, block
+        )
         nbytes = self.layout.slice_nbytes
         self.arena = torch.empty(
             (num_slots + 12 * tokens) * nbytes, dtype=torch.uint8, device=device

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.experts import plan_oracle as oracle
+from headrace.experts.cache_policy import value_constants
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import SlabLayout, slab_layout
 from headrace.ops.records import Activation
@@ -43,7 +44,9 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
     block = torch.zeros(where.nbytes // 4, dtype=torch.int32) if with_cpu else None
     if block is not None and DEVICE.type == "cuda":
         block = block.pin_memory()
-    state = expert_state.new_plan_state(geometry, oracle.decay_table(8.0), DEVICE, block)
+    state = expert_state.new_plan_state(
+        geometry, value_constants(shape.num_layers, shape.num_slices).table(), DEVICE, block
+    )
 
     def offsets(name: str) -> tuple[int, int, int]:
         at = {part.name: part.offset for part in layout.parts}

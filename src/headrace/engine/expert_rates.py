@@ -12,13 +12,9 @@ from headrace.core.model_spec import ModelSpec
 from headrace.experts.hit_rate import predict_hit_rate
 from headrace.experts.placement import ExpertLoad, PlacementChoice, choose_placement
 from headrace.experts.slab import SlabLayout
-from headrace.experts.split import PathRates
+from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
 from headrace.machine.profile import Rate
 
-# What a fetch and a request cost beside their bytes (H200 machine, 2026-11-29: the fetched slices are
-# computed after the last of them has arrived; a round trip through flags takes 4 us).
-FETCH_LATENCY_S = 20e-6
-CPU_LATENCY_S = 8e-6
 # Without a rate of the expert kernels: their share of what the memory reads. The kernels themselves
 # read at nearly a plain loop's rate; the rest is for what PCIe takes of the same memory.
 CPU_SHARE_OF_DRAM = 0.75

@@ -100,8 +100,6 @@ class ServiceShare:
 class DirectShare:
     """``stream.CpuShare`` on the calling thread, for hosts without a service."""
 
-    max_tokens = 1 << 30
-
     def __init__(
         self,
         kernels: CpuExperts,
@@ -110,6 +108,7 @@ class DirectShare:
         num_experts: int,
         act: Activation,
     ) -> None:
+        self.max_tokens = 1 << 30
         self._kernels, self._layout, self._bases = kernels, layout, tuple(bases)
         self._num_experts, self._act = num_experts, act
         self._out = torch.zeros(0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
+from headrace.experts.cache_policy import value_constants
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement
 from headrace.experts.plan_oracle import PlanShape
@@ -69,7 +70,7 @@ class ExecutorShape:
             num_slices=slices,
             num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
             max_fetch=self._max_fetch(most),
-            window=_power_of_two(2 * most),
+            window=value_constants(store.num_layers, slices).window,
         )
 
     def _max_fetch(self, most: int) -> int:
@@ -189,7 +190,7 @@ class HybridExecutor:
     def fill(self) -> None:
         """Fill the slots before the first step, expert by expert over all layers alike.
 
-        Any expert is worth more than an empty slot; the first that is used twice will replace one.
+        Any expert is worth more than an empty slot; what is used first replaces one that never was.
         """
         s = self.plan_shape
         keys: list[int] = []
@@ -282,7 +283,3 @@ class HybridExecutor:
         self._start_service()
         self._failed = False
         self.num_restarts += 1
-
-
-def _power_of_two(size: int) -> int:
-    return max(2, 1 << (size - 1).bit_length())

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from headrace.core.errors import InternalError
-from headrace.experts.paths import HALF_LIFE_STEPS, CacheView, ExpertCounts
-from headrace.experts.plan_oracle import PlanShape, decay_table
+from headrace.experts.cache_policy import value_constants
+from headrace.experts.paths import CacheView, ExpertCounts
+from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
@@ -65,9 +66,8 @@ class GpuPaths:
             request=tuple(offset // _WORD for offset in at),
         )
         words = None if block is None else block.view(torch.int32)
-        self.state: Any = kernels.new_plan_state(
-            geometry, decay_table(HALF_LIFE_STEPS), target, words
-        )
+        constants = value_constants(shape.num_layers, shape.num_slices).table()
+        self.state: Any = kernels.new_plan_state(geometry, constants, target, words)
         slots = shape.num_slots + shape.max_fetch
         nbytes = store.layout.slice_nbytes
         self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
@@ -152,10 +152,8 @@ class GpuPaths:
     def view(self) -> CacheView:
         """Waits for the GPU."""
         s = self.state
-        age = (s.state[0] - s.last_use).clamp(max=s.decay.shape[0] - 1)
-        values = s.score * s.decay[age.long()]
         return CacheView(
-            values.cpu().numpy(),
+            s.values.cpu().numpy(),
             s.slot_of.cpu().numpy(),
             s.owner_of[: self.shape.num_slots].cpu().numpy(),
         )

@@ -35,9 +35,6 @@ from headrace.experts.stream import SliceProduct
 from headrace.ops.expert_records import CpuExperts
 from headrace.ops.records import Activation
 
-# Steps after which a use counts half, for the value of what is in a slot.
-HALF_LIFE_STEPS = 32.0
-
 
 @dataclass(frozen=True)
 class ExpertCounts:
@@ -151,7 +148,7 @@ class HostPaths:
         self, store: HostStore, shape: PlanShape, act: Activation, cpu: CpuExperts | None = None
     ) -> None:
         self.shape = shape
-        self.tables: CacheTables = new_tables(shape, HALF_LIFE_STEPS)
+        self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
         layout: SlabLayout = store.layout
         slots = shape.num_slots + shape.max_fetch
@@ -257,9 +254,8 @@ class HostPaths:
 
     def view(self) -> CacheView:
         tables = self.tables
-        values = [tables.value(row) for row in range(len(tables.score))]
         return CacheView(
-            np.array(values, np.float32),
+            np.array(tables.values, np.float32),
             np.array(tables.slot_of, np.int32),
             np.array(tables.owner_of, np.int32),
         )

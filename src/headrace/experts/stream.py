@@ -147,6 +147,11 @@ class StreamPrefill:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k] -> float32 [T, D]."""
+        most = x.shape[0] if self._cpu is None else self._cpu.max_tokens
+        if x.shape[0] > most and not self._can_fetch(layer):
+            # Only the CPU can serve what is missing: as many tokens at a time as it takes.
+            rows = [slice(start, start + most) for start in range(0, x.shape[0], most)]
+            return torch.cat([self(layer, x[r], ids[r], weights[r]) for r in rows])
         host_ids = ids.cpu()
         slots = self._table.slots_of(layer)
         uses = _uses(host_ids, weights)
@@ -203,6 +208,9 @@ class StreamPrefill:
         share = (self.cpu_share if can_fetch else 1.0) if able else 0.0
         count = len(missing) - round(len(missing) * share)
         return list(missing[:count]), sorted(missing[count:])
+
+    def _can_fetch(self, layer: int) -> bool:
+        return bool(self._shape.max_fetch) and (self._on_host or self._store.pinned(layer))
 
     def _add(self, out: torch.Tensor, x: torch.Tensor, uses: _Uses, piece: torch.Tensor) -> None:
         y = self._product(piece, x.index_select(0, uses.rows))

@@ -206,7 +206,8 @@ class ExpertLauncher:
                 self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
                 self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
                 weights, scales, bias, *sizes, *gate, _blocks_at_once(g.hidden), t.gate_up_tile,
-                t.gate_up_warps, num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
+                _rows_at_once(g.hidden, t.gate_up_warps, t.gate_up_tile),
+                num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
             )  # fmt: skip
         else:
             bf16_gate_up[grid](
@@ -229,7 +230,8 @@ class ExpertLauncher:
             mxfp4_down[grid](
                 self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
                 self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
-                bias, *sizes, _blocks_at_once(g.width), t.down_tile, t.down_warps,
+                bias, *sizes, _blocks_at_once(g.width), t.down_tile,
+                _rows_at_once(g.width, t.down_warps, t.down_tile),
                 num_warps=t.down_warps, maxnreg=t.down_registers,
             )  # fmt: skip
         else:
@@ -278,3 +280,8 @@ def _columns_at_once(columns: int) -> int:
 
 def _blocks_at_once(columns: int) -> int:
     return min(MAX_BLOCKS, _power_of_two(-(-columns // WEIGHTS_OF_SCALE)))
+
+
+def _rows_at_once(columns: int, warps: int, tile: int) -> int:
+    """Rows that a program loads at once, a block for each lane; a thread has at least two of a tile's."""
+    return min(warps * (MAX_BLOCKS // _blocks_at_once(columns)), tile // 2)
