@@ -208,7 +208,9 @@ class HybridExecutor:
             return found
         now, past = self.service.stats(), self._past
         return replace(
-            found, cpu_nbytes=past.nbytes + now.nbytes, compute_s=past.busy_s + now.busy_s
+            found,
+            cpu_nbytes=found.cpu_nbytes + past.nbytes + now.nbytes,
+            compute_s=found.compute_s + past.busy_s + now.busy_s,
         )
 
     def prompt_slices(self) -> PromptSlices:
