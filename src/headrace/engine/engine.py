@@ -24,6 +24,7 @@ from headrace.core.request import (
 )
 from headrace.core.status import EngineSnapshot
 from headrace.core.step import ClassStats, ScheduledChunk, StepOutput, StepPlan, StepStats
+from headrace.engine.expert_stats import expert_classes
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.engine.requests import LiveRequest, LiveSequence, failure
@@ -152,6 +153,9 @@ class Engine:
             self._profiler = StepProfiler(
                 self._decoder, self.info.kv_format, self.info.block_tokens
             )
+            if self._experts is not None:
+                left = self._experts.misses_of_twice_the_slots
+                self._profiler.model = replace(self._profiler.model, misses_of_twice_the_slots=left)
             self._profiler.start()
         return self._profiler
 
@@ -249,7 +253,9 @@ class Engine:
         """Coarse ranges, or classes while they are watched."""
         if self._profiler is None:
             return ranges.stats()
-        return self._profiler.take(plan, ranges.seconds)
+        seen = self._profiler.take(plan, ranges.seconds)
+        last = None if self._experts is None else self._experts.last
+        return seen if last is None else seen + expert_classes(last)
 
     def _end(self, live: LiveSequence, end: Finished, delta: OutputDelta) -> OutputDelta:
         request = live.live

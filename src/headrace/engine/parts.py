@@ -10,7 +10,7 @@ from headrace.core.status import EngineInfo, ExpertSnapshot
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.runner import DecoderLike
 from headrace.engine.scheduler import SchedulerConfig
-from headrace.experts.live import ExpertStep
+from headrace.experts.step_record import ExpertStep
 from headrace.machine.device import Device
 from headrace.ops.records import LayerCache
 from headrace.text.tokenizer import Tokenizer
@@ -25,6 +25,11 @@ class ExpertRuntime(Protocol):
 
     @property
     def last(self) -> ExpertStep | None: ...
+
+    @property
+    def misses_of_twice_the_slots(self) -> float | None:
+        """The share of the misses that twice the slots would leave, as predicted."""
+        ...
 
     def step_begins(self, num_tokens: int) -> None:
         """Replace a worker that died, and bring in what was promoted.

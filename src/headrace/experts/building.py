@@ -19,7 +19,7 @@ from headrace.experts.store import HostStore
 from headrace.experts.stream import SliceProduct, StreamPrefill
 from headrace.machine.device import Device
 from headrace.ops import registry
-from headrace.ops.expert_records import ExpertService, ServiceOptions
+from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceOptions
 from headrace.ops.records import Activation
 
 # Prompt chunks of which the CPU computes a part: beyond it nearly every expert has several tokens, and
@@ -98,7 +98,10 @@ def make_executor(
 
         def fault() -> int:
             service = executors[0].service
-            return 0 if service is None else int(service.fault())
+            if service is None:
+                return ExpertFault.NONE
+            lost = ExpertFault.NONE if service.running() else ExpertFault.WORKER
+            return service.fault() or lost
 
         cpu = ServiceShare(block, fields, layout.num_slices, fault)
     together = 0.0 if rates is None else rates.pcie_gbps + rates.cpu_gbps

@@ -10,36 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from headrace.core.status import ExpertSnapshot
 from headrace.experts.executor import HybridExecutor
+from headrace.experts.hit_rate import predict_hit_rate
 from headrace.experts.paths import ExpertCounts
 from headrace.experts.promoter import Promoter
 from headrace.experts.promotion import idle_nbytes
 from headrace.experts.rates import LayerTimes, RateTracker
+from headrace.experts.step_record import ExpertStep
 
 # Steps between two looks at whether the split should change. A changed machine shows after five samples
 # (rates.WINDOW), and a table of a full batch, 257 entries, takes the host some milliseconds to work out,
 # which must not come with every step of 5 to 20 ms.
 TABLE_STEPS = 5
-
-
-@dataclass(frozen=True)
-class ExpertStep:
-    """Slices of one decoding step by path, and what the paths were busy for.
-
-    uses: of slices by tokens, all paths together; slice_flops: of one use (a multiply-add is two)
-    """
-
-    hits: int
-    fetched: int
-    computed: int
-    fetch_s: float
-    compute_s: float
-    uses: int
-    slice_flops: int
-    slice_nbytes: int
 
 
 class LiveExperts:
@@ -132,10 +117,25 @@ class LiveExperts:
             grown.computed,
             grown.fetch_s,
             grown.compute_s,
+            self.executor.store.num_layers,
             uses,
             2 * 3 * layout.hidden * layout.width,
             layout.slice_nbytes,
         )
+
+    @property
+    def misses_of_twice_the_slots(self) -> float | None:
+        """The share of the misses that twice the slots would leave, as predicted; None where slots are
+        not what is short."""
+        s, top_k = self.executor.plan_shape, self.executor.shape.top_k
+        resident = s.num_slots / (s.num_layers * s.num_experts * s.num_slices)
+        if not 0 < resident < 1:
+            return None
+        now, then = (
+            1 - predict_hit_rate(s.num_experts, top_k, share)
+            for share in (resident, min(2 * resident, 1.0))
+        )
+        return then / now if now > 0 else None
 
     def snapshot(self) -> ExpertSnapshot:
         """See ``engine.parts.ExpertRuntime``."""
