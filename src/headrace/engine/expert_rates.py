@@ -20,6 +20,8 @@ from headrace.machine.profile import Rate
 CPU_SHARE_OF_DRAM = 0.75
 # Beside PCIe the memory still gives a third of its rate to the CPU, however fast the link is.
 LEAST_DRAM_SHARE = 1 / 3
+# Tokens of the largest captured step; longer inputs are prompts.
+STEP_TOKENS = 16
 # Where the GPU memory's rate is not known. It matters little: 300 GB/s is a small GPU's, several times
 # any link's, and what is compared with it are links and host memory.
 GPU_GBPS = 300.0

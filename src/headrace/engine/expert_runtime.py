@@ -10,7 +10,7 @@ from typing import cast
 from headrace.core.errors import InternalError, MachineError
 from headrace.core.model_spec import ModelSpec
 from headrace.engine.expert_host import load_host_store
-from headrace.engine.expert_rates import StartingRates, path_rates
+from headrace.engine.expert_rates import STEP_TOKENS, StartingRates, path_rates
 from headrace.engine.parts import ExpertRuntime
 from headrace.engine.resolved import Resolved
 from headrace.experts.building import PathsFactory, make_executor
@@ -28,8 +28,6 @@ from headrace.ops.records import Activation, ExpertWeights
 
 Progress = Callable[[str, float], None]
 
-# Tokens of the largest captured step.
-STEP_TOKENS = 16
 # Well within the 50 ms after which the CPU's threads sleep (ops.expert_records.ServiceOptions).
 _WAKE_S = 0.01
 

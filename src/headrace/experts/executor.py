@@ -20,7 +20,7 @@ import torch
 from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
 from headrace.experts.cache_policy import value_constants
 from headrace.experts.paths import ExpertCounts, ExpertPaths
-from headrace.experts.placement import Placement
+from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
@@ -29,10 +29,6 @@ from headrace.machine.device import Device
 from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceStats
 
 log = logging.getLogger(__name__)
-
-# Slices fetched in a layer where the CPU takes the rest: transit slots cost memory. A token's experts are
-# 12 to 24 slices; a full batch misses so many that the CPU's share is beyond this anyway.
-HYBRID_MAX_FETCH = 32
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
@@ -69,14 +65,9 @@ class ExecutorShape:
             num_experts=store.num_experts,
             num_slices=slices,
             num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
-            max_fetch=self._max_fetch(most),
+            max_fetch=most_fetched(self.placement, most),
             window=value_constants(store.num_layers, slices).window,
         )
-
-    def _max_fetch(self, most: int) -> int:
-        if self.placement in ("cpu", "gpu"):
-            return 0
-        return most if self.placement == "stream" else min(most, HYBRID_MAX_FETCH)
 
     def max_missing(self, store: HostStore) -> int:
         """Most slices that a layer of a step can miss."""
