@@ -83,7 +83,7 @@ def _expected(store: HostStore, layer: int, x, ids, weights) -> np.ndarray:
 
 
 def _steps(
-    executor: HybridExecutor, store: HostStore, steps: int, device=torch.device("cpu")
+    executor: HybridExecutor, store: HostStore, steps: int, device: torch.device | str = "cpu"
 ) -> float:
     """The largest error of some steps, relative to the largest value."""
     generator = torch.Generator().manual_seed(2)

@@ -56,6 +56,7 @@ class Engine:
         self._decoder = parts.decoder
         self._profiler: StepProfiler | None = None
         self._scheduler = Scheduler(parts.scheduler)
+        pool = self._scheduler.tables.pool
         self._device = parts.device
         self._experts = parts.experts
         self._runner = Runner(
@@ -64,6 +65,7 @@ class Engine:
             parts.scheduler.max_num_seqs,
             parts.device.torch_device,
             parts.graphs,
+            is_owned=lambda block: pool.references(block) > 0,
         )
         self._requests: dict[str, LiveRequest] = {}
         self._sequences: dict[int, LiveSequence] = {}

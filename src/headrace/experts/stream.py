@@ -150,8 +150,8 @@ class StreamPrefill:
         most = x.shape[0] if self._cpu is None else self._cpu.max_tokens
         if x.shape[0] > most and not self._can_fetch(layer):
             # Only the CPU can serve what is missing: as many tokens at a time as it takes.
-            parts = zip(x.split(most), ids.split(most), weights.split(most))
-            return torch.cat([self(layer, *part) for part in parts])
+            rows = [slice(start, start + most) for start in range(0, x.shape[0], most)]
+            return torch.cat([self(layer, x[r], ids[r], weights[r]) for r in rows])
         host_ids = ids.cpu()
         slots = self._table.slots_of(layer)
         uses = _uses(host_ids, weights)
