@@ -64,7 +64,10 @@ def test_auto_takes_both_paths_where_they_help_each_other():
 
 
 def test_auto_switches_where_the_paths_are_slow_only_under_overlap():
-    """Alone, the link (NVLink) is the faster one: all misses go over it. A hybrid would do the same and is no better."""
+    """Alone, the link (NVLink) is the faster one: all misses go over it.
+
+    A hybrid would do the same and is no better.
+    """
     fine = {**H200, "pcie_gather": 200.0, "pcie_gather_overlapped": 190.0}
     slow = {**fine, "pcie_gather_overlapped": 5.0, "cpu_experts_mxfp4_overlapped": 7.0}
     made, _ = placed(known(**fine))
