@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command, add_engine_flags, engine_config, whole_number
+from headrace.cli.outputs import check_output, writing
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import configure_logging, note
 from headrace.cli.session import ctrl_c_ends_at_once
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         from headrace.explain.report_png import require_matplotlib
 
         require_matplotlib()
+        check_output(png, "--png", ".png")
     config = engine_config(args)
     with loading_progress() as progress, ctrl_c_ends_at_once():
         from headrace.engine.engine import Engine
@@ -94,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if png is not None:
         from headrace.explain.report_png import write_png
 
-        write_png(report, *roofs_of(machine), png)
+        with writing(png, "--png"):
+            write_png(report, *roofs_of(machine), png)
         note(f"the roofline is in {png}")
     if args.json:
         print(json.dumps(report.to_data()))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.flags import Commands, add_command
+from headrace.cli.outputs import writing
 from headrace.cli.reporting import note
 from headrace.core.errors import ConfigError, InternalError, MachineError
 
@@ -232,11 +233,22 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_site(args: argparse.Namespace) -> int:
     from headrace.explain.catalogue.load import load_catalogue
-    from headrace.explain.catalogue.site import write_site
+    from headrace.explain.catalogue.site import is_ours, write_site
 
     folder: Path = args.folder
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; the pages need a folder", param="DIR")
-    pages = write_site(load_catalogue(), folder)
+        raise ConfigError(
+            f"{folder} is a file; the pages need a folder",
+            hint="name a folder; it is made if it is not there",
+            param="DIR",
+        )
+    if not is_ours(folder):
+        raise ConfigError(
+            f"{folder} has an index.html that `headrace flops site` did not write",
+            hint="name another folder, or move that file",
+            param="DIR",
+        )
+    with writing(folder, "DIR"):
+        pages = write_site(load_catalogue(), folder)
     note(f"{pages} pages written; open {folder / 'index.html'}")
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command, whole_number
+from headrace.cli.outputs import check_output, writing
 from headrace.core.errors import ConfigError
 from headrace.core.kv_formats import FORMATS
 
@@ -77,11 +78,8 @@ def run(args: argparse.Namespace) -> int:
             hint="`headrace plan --models` lists the bundled ones, `--machine list` the machines",
             param="MODEL",
         )
-    if args.picture is not None and args.picture.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture is {str(args.picture)!r}; the picture is SVG, so the name ends in .svg",
-            param="--picture",
-        )
+    if args.picture is not None:
+        check_output(args.picture, "--picture", ".svg")
     if args.compare is not None:
         return _compare(args)
     from headrace.engine.plan_changes import alternatives, changes
@@ -92,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         from headrace.cli.plan_picture import svg
 
-        args.picture.write_text(svg(plan), encoding="utf-8")
+        with writing(args.picture, "--picture"):
+            args.picture.write_text(svg(plan), encoding="utf-8")
     if args.json:
         from headrace.cli.plan_record import record
 

@@ -64,6 +64,17 @@ box.addEventListener('input',show);picks.forEach(p=>p.addEventListener('change',
 """
 
 
+GENERATOR = '<meta name="generator" content="headrace flops site">'
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether the pages may go there: there is no index, or one that was written here."""
+    index = folder / "index.html"
+    return not index.exists() or (
+        index.is_file() and GENERATOR in index.read_text(encoding="utf-8", errors="replace")
+    )
+
+
 def write_site(catalogue: Catalogue, folder: Path) -> int:
     """Write every page below ``folder`` and return their number. Files of the same names are replaced."""
     pages = {
@@ -83,6 +94,7 @@ def page(title: str, body: str, up: str = "", script: str = "") -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"{GENERATOR}"
         f'<style>{STYLE}</style></head><body><nav><a href="{up}index.html">FLOP classes</a> &middot; '
         f'<a href="{up}machines.html">Machines</a></nav><h1>{html.escape(title)}</h1>{body}{end}'
         "</body></html>\n"
