@@ -252,7 +252,8 @@ def _mixture(config: Config, hidden: int, layers: int) -> dict[str, Any]:
     chosen = _count(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     if chosen > experts:
         raise ConfigError(
-            f"num_experts_per_tok is {chosen} and there are {experts} experts",
+            f"config.json: num_experts_per_tok is {chosen} and there are {experts} experts",
+            hint="is this a language model's config.json, as it was published?",
             param="num_experts_per_tok",
         )
     inner = _count(config, "moe_intermediate_size", "intermediate_size")
@@ -282,21 +283,32 @@ def _dense(config: Config, hidden: int) -> int:
     return 3 * hidden * _count(config, "intermediate_size")
 
 
+# Counts that nothing can be divided by or made of when they are 0.
+_POSITIVE = frozenset(
+    """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
+    max_position_embeddings full_attention_interval decoder_sparse_step num_experts_per_tok
+    num_experts_per_token experts_per_token""".split()
+)
+
+
 def _count(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of ``names`` that is there, a whole number of at least 0."""
+    """The first of ``names`` that is there, a whole number of at least 0, or 1 for ``_POSITIVE``."""
     for name in names:
         value = config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        least = int(name in _POSITIVE)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(
-                f"config.json: {name} is {value!r}; it must be a whole number", param=name
+                f"config.json: {name} is {value!r}; it must be a whole number of at least {least}",
+                hint="is this a language model's config.json, as it was published?",
+                param=name,
             )
         return value
     if default is not None:
         return default
     raise ConfigError(
-        f"config.json has none of {', '.join(names)}",
+        f"config.json has no {' or '.join(names)}",
         hint="is this a language model's config.json?",
         param=names[0],
     )

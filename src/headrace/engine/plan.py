@@ -83,7 +83,7 @@ def make_plan(
 def _check(spec: PlanSpec, workload: Workload) -> None:
     if workload.kv_format not in KV_BITS:
         raise ConfigError(
-            f"--kv-format is {workload.kv_format!r}; known: {', '.join(KV_BITS)}",
+            f"--kv-format is {workload.kv_format!r}; it must be one of {', '.join(KV_BITS)}",
             param="--kv-format",
         )
     if workload.context > spec.max_context:
