@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def check_output(path: Path, flag: str, suffix: str | None = None) -> None:
 
 
 @contextmanager
-def writing(path: Path, flag: str) -> Iterator[None]:
+def writing(path: Path, flag: str) -> Generator[None]:
     """Say what a failed write means to who named the file.
 
     Raises:
