@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from headrace.cli.sizes import format_size
@@ -11,7 +12,7 @@ from headrace.engine.plan_changes import Change
 from headrace.explain.resources import TITLES
 from headrace.explain.step_time import StepTime
 
-LABEL = 12
+LABEL, WIDTH = 12, 108
 BAR = 56
 # One letter for each purpose in a memory bar; what has none is drawn as "#".
 LETTERS = {
@@ -43,12 +44,17 @@ def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list
         found += ["", *_changes(plan, changes)]
     notes = [*plan.spec.notes]
     if notes:
-        found += ["", *_labelled("notes", notes)]
+        found += ["", *_labelled("notes", [line for text in notes for line in _wrapped(text)])]
     return found
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:
     return [f"{label if i == 0 else '':<{LABEL}}{text}" for i, text in enumerate(texts)]
+
+
+def _wrapped(text: str) -> list[str]:
+    """``text`` in lines that a wide terminal takes."""
+    return textwrap.wrap(text, WIDTH - LABEL, break_on_hyphens=False, break_long_words=False)
 
 
 def _head(plan: Plan) -> list[str]:
@@ -64,7 +70,7 @@ def _head(plan: Plan) -> list[str]:
     users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
-        *_labelled("machine", [box if machine.name == box else f"{machine.name}: {box}"]),
+        *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
         *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
     ]
 

@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.plan_spec import KINDS, AttentionKind, PlanSpec
 
 Config = Mapping[str, Any]
+SHORT_CONTEXT = 2048  # where none is said: as the models had that were published before it was said
 
 
 def spec_from_config(config: Config, name: str = "") -> PlanSpec:
@@ -29,6 +30,10 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
     if isinstance(text, Mapping):
         notes.append("only the text model is counted, not the towers for images or sound")
         config = {**config, **text, "text_config": None}
+    if config.get("max_position_embeddings") is None:
+        notes.append(
+            f"config.json does not say how long a context may be: {SHORT_CONTEXT:,} is taken"
+        )
     hidden = _count(config, "hidden_size")
     layers = _count(config, "num_hidden_layers")
     kinds = _attention(config, hidden, layers)
@@ -42,7 +47,7 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
         family=str(config.get("model_type", "")),
         hidden=hidden,
         vocab=_count(config, "vocab_size"),
-        max_context=_count(config, "max_position_embeddings", default=2048),
+        max_context=_count(config, "max_position_embeddings", default=SHORT_CONTEXT),
         attention=kinds,
         dense_layers=dense,
         dense_weights=_dense(config, hidden) if dense else 0,

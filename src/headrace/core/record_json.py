@@ -38,7 +38,9 @@ def record_from_json(cls: type[R], text: str | bytes, source: str) -> R:
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from None
+        raise ConfigError(
+            f"{source} is not JSON: {error}", hint="is it the file that was meant, and whole?"
+        ) from None
     return record_from_data(cls, data, source)
 
 

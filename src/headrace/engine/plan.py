@@ -95,7 +95,9 @@ def _check(spec: PlanSpec, workload: Workload) -> None:
         )
     for flag in ("context", "concurrency", "prompt"):
         if getattr(workload, flag) < 1:
-            raise ConfigError(f"--{flag} is {getattr(workload, flag)}; at least 1", param=flag)
+            raise ConfigError(
+                f"--{flag} is {getattr(workload, flag)}; it must be at least 1", param=f"--{flag}"
+            )
     if workload.prompt > workload.context:
         raise ConfigError(
             f"--prompt is {workload.prompt:,} tokens and --context {workload.context:,}",

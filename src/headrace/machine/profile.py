@@ -129,7 +129,10 @@ class MachineProfile:
         try:
             return MachineProfile.from_json(path.read_bytes(), str(path))
         except OSError as error:
-            raise ConfigError(f"cannot read the machine profile {path}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot read the machine profile {path}: {error.strerror}",
+                hint="`headrace bench machine --output FILE` writes one",
+            ) from None
 
     def save(self, path: Path) -> None:
         """Write the profile to a file, replacing one that is there; readers see the old or the new."""
@@ -158,4 +161,8 @@ def _check(profile: MachineProfile, source: str) -> None:
                 param=f"rates[{name!r}].mode",
             )
     if profile.link is not None and profile.gpu is None:
-        raise ConfigError(f"{source}: link is given and gpu is not", param="link")
+        raise ConfigError(
+            f"{source}: link is given and gpu is not",
+            hint="a link joins a GPU and its host: leave it out, or add the GPU",
+            param="link",
+        )

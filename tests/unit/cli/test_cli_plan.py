@@ -274,3 +274,24 @@ def test_what_is_no_configuration_has_a_hint(text, tmp_path, capsys):
         (tmp_path / "config.json").write_text(text, "utf-8")
     assert main(["plan", str(tmp_path), "--machine", "h200"]) == 2
     assert "hint:" in capsys.readouterr().err
+
+
+def test_a_context_that_is_not_said_is_noted(tmp_path, capsys):
+    config = {**bundled_model("llama-3-8b").config}
+    del config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    assert "does not say how long" in said(capsys, str(tmp_path), "--machine", "h200")
+
+
+@pytest.mark.parametrize("digits", [1, 18, 20, 400, 5000])
+def test_numbers_of_any_length_are_taken_or_refused(digits, capsys):
+    text = "9" * digits
+    code = main(["plan", "gpt-oss-20b", "--machine", "h200", "--concurrency", text])
+    assert code == (0 if digits < 19 else 2)
+    if code:
+        assert "at most 9223372036854775807" in capsys.readouterr().err
+
+
+def test_long_lines_are_broken(capsys):
+    machine = "rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB"
+    assert max(map(len, said(capsys, "gpt-oss-20b", "--machine", machine).splitlines())) <= 108
