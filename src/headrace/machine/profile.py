@@ -29,6 +29,12 @@ Text = Annotated[str, Meta(min_length=1)]
 # "_overlapped", so that the two can stand side by side.
 RATE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 OVERLAPPED = "_overlapped"
+# The unit that rates have by the start of their names; names of other starts may have any.
+UNITS: Mapping[str, str] = {
+    **dict.fromkeys(("dram_", "hbm_", "pcie_", "disk_", "cpu_experts_"), "GB/s"),
+    **dict.fromkeys(("gpu_flops_", "cpu_flops_"), "GFLOP/s"),
+    **dict.fromkeys(("kernel_launch", "graph_", "flag_", "thread_wake"), "s"),
+}
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,13 @@ def _check(profile: MachineProfile, source: str) -> None:
                 f"{source}: rates has the name {name!r}; names are of a-z, 0-9 and _",
                 param="rates",
             )
+        for start, unit in UNITS.items():
+            if name.startswith(start) and rate.unit != unit:
+                raise ConfigError(
+                    f"{source}: rates[{name!r}].unit is {rate.unit!r}; it must be {unit!r}",
+                    hint="GB/s is 10^9 bytes a second, s is seconds a call",
+                    param=f"rates[{name!r}].unit",
+                )
         if name.endswith(OVERLAPPED) != (rate.mode == "overlapped"):
             raise ConfigError(
                 f"{source}: rates[{name!r}].mode is {rate.mode!r}; names of overlapped rates, and "
