@@ -67,7 +67,7 @@ def smallest_that_holds(
             rejected.append(f"{name} has no kernel here")
             continue
         fitting = [m for m in rows if m.rank <= rank]
-        best = min(fitting, key=lambda m: m.perplexity_change, default=None)
+        best = max(fitting, key=lambda m: (m.rank, m.context), default=None)
         if best is None:
             why = "is measured with calibrated directions only" if rows else "is not measured"
             rejected.append(f"{name} {why} on {family}")
