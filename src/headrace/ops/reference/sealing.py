@@ -54,7 +54,7 @@ def power_of_two_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     top, shift = torch.frexp(torch.tensor(largest))
     exponent = exponent - shift + (mantissa > top).int()
     exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
-    one = torch.ones((), dtype=torch.float32, device=amax.device)
+    one = torch.ones_like(amax, dtype=torch.float32)
     return torch.where(amax > 0, torch.ldexp(one, exponent), one)
 
 
@@ -72,7 +72,7 @@ def e2m1_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def grouped(x: torch.Tensor) -> torch.Tensor:
     """[..., D] -> [..., D / 16, 2, 8]: the groups of channels that share a scale."""
-    half = x.unflatten(-1, (2, x.shape[-1] // KEY_GROUP, KEY_GROUP // 2))
+    half = x.reshape(*x.shape[:-1], 2, x.shape[-1] // KEY_GROUP, KEY_GROUP // 2)
     return half.transpose(-3, -2)
 
 
