@@ -1,0 +1,53 @@
+"""Triton kernels over sealed pages beside the reference: bytes equal, attention within tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.ops import reference
+from headrace.ops.registry import resolve
+from tests.fixtures.kernel_cases import moved
+from tests.fixtures.sealed_cases import SealedCase, sealed_case
+from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
+from tests.fixtures.triton_interpreter import DEVICE, HAS_TRITON, INTERPRETED, needs_triton
+
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="nowhere to run kernels"),
+]
+OPS = resolve(("triton", "reference")) if HAS_TRITON else None
+TWINS = {op.name: op.function for op in reference.OPS}
+FORMATS = [("fp8", 0), ("nvfp4k-fp8v", 0), ("nvfp4k-fp8v", 4)]
+
+
+def same_bytes(found: SealedCase, expected: SealedCase) -> None:
+    for part in fields(expected.cache):
+        a, b = getattr(found.cache, part.name), getattr(expected.cache, part.name)
+        if isinstance(b, torch.Tensor):
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[b.element_size()]
+            assert torch.equal(a.cpu().view(bits), b.view(bits)), part.name
+
+
+@pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
+@pytest.mark.parametrize(("dim", "page"), [(32, 16), (64, 32), (48, 64)])
+def test_pages_are_sealed_with_the_bytes_of_the_reference(kv_format, rank, dim, page):
+    """Whatever the chunks: one row, parts of pages, whole pages; several sequences at once."""
+    tokens = [2 * page + 5, page, 3]
+    expected = sealed_case(kv_format, tokens, dim=dim, page=page, rank=rank, seed=dim)
+    found = expected.copy()
+    found.cache = moved(found.cache, DEVICE)
+    steps = [
+        [(0, 0, 5), (1, 0, page - 1), (2, 0, 1)],
+        [(0, 5, 2 * page - 1), (1, page - 1, page), (2, 1, 2)],
+        [(0, 2 * page - 1, 2 * page), (2, 2, 3)],
+        [(0, 2 * page, 2 * page + 5)],
+    ]
+    for spans in steps:
+        k, v = expected.rows(spans)
+        TWINS["sealed_append"](k, v, expected.cache, expected.batch(spans))
+        OPS.sealed_append(*moved((k, v), DEVICE), found.cache, moved(found.batch(spans), DEVICE))
+    same_bytes(found, expected)
