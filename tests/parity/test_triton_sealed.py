@@ -51,3 +51,41 @@ def test_pages_are_sealed_with_the_bytes_of_the_reference(kv_format, rank, dim, 
         TWINS["sealed_append"](k, v, expected.cache, expected.batch(spans))
         OPS.sealed_append(*moved((k, v), DEVICE), found.cache, moved(found.batch(spans), DEVICE))
     same_bytes(found, expected)
+
+
+def expected_rows(case: SealedCase, q, spans, dim, window, sinks) -> torch.Tensor:
+    """The float64 reference, which sees the pages as they are stored."""
+    wide = None if sinks is None else sinks.double()
+    twin = TWINS["sealed_attention_decode"]
+    return twin(q.double(), case.cache, case.batch(spans), dim**-0.5, window, wide)
+
+
+def close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Row by row, so that none hides behind a larger one."""
+    error = (found.cpu().double() - expected).abs().amax(-1)
+    limit = OPS.chosen[name].tolerance * expected.abs().amax(-1)
+    assert bool((error <= limit).all()), float((error / limit).max())
+
+
+HEADS = [(4, 2), (5, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
+@pytest.mark.parametrize(("dim", "page", "window"), [(64, 16, None), (32, 32, 20), (48, 16, 70)])
+def test_decode_over_sealed_pages(kv_format, rank, dim, page, window):
+    """First tokens, own pages of one row and of all, windows within a page and over several."""
+    tokens = [1, page, page + 1, 5 * page + 3, 18, 4 * page]
+    for seed, (heads, kv_heads) in enumerate(HEADS):
+        case = sealed_case(
+            kv_format, tokens, kv_heads=kv_heads, dim=dim, page=page, rank=rank, seed=seed
+        )
+        case.fill(tokens)
+        rng = np.random.default_rng(seed)
+        q = torch.from_numpy(rng.normal(size=(len(tokens), heads, dim)).astype(np.float32))
+        spans = [(s, n - 1, n) for s, n in enumerate(tokens)]
+        cache, batch = moved((case.cache, case.batch(spans)), DEVICE)
+        for sinks in (None, torch.from_numpy(rng.normal(size=heads).astype(np.float32))):
+            args = (q.to(DEVICE), cache, batch, dim**-0.5, window, moved(sinks, DEVICE))
+            found = OPS.sealed_attention_decode(*args)
+            expected = expected_rows(case, q, spans, dim, window, sinks)
+            close("sealed_attention_decode", found, expected)

@@ -28,3 +28,10 @@ def available() -> str | None:
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unpack_instructions() -> int:
+    """``UNPACK`` of ``headrace.ops.triton.lowbit`` for the current device."""
+    if interpreted() or torch.cuda.get_device_capability() < (9, 0):
+        return 0
+    return 1

@@ -1,0 +1,260 @@
+"""Attention of one new token for each sequence over sealed pages (flash decoding).
+
+Operands are swapped, S^T = K Q^T and O^T = V^T P^T, so that the query heads of a key head pad to 8
+columns instead of 16 rows; values lie transposed in their pages, as the second product takes them.
+
+Keys stay codes times E4M3 scales in float16; what is left of the key, per page, goes into the scores:
+
+    s = g 2^7 (codes . q + residuals . (U q) / 8) + r . q        q in units of scale * log2 e
+
+and the accumulator is kept in units of the current page's value scale: both are powers of two, so that
+the factor joins the one that rescales it anyway.
+
+A row sees the sealed pages before its own, and its own in bfloat16. Parts are whole pages, cut by the
+row's own number of pages only: a row's bits do not depend on its neighbours.
+"""
+
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.core.kv_formats import FIRST_TOKENS
+from headrace.ops.records import AttentionBatch, SealedKV
+from headrace.ops.triton.control import unpack_instructions
+from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
+from headrace.ops.triton.sealed_append import open_of
+from headrace.ops.triton.softmax import LOG2_E, NOTHING, merge_parts, part_size
+
+# 64 parts of 8 key heads are 512 programs, what 132 multiprocessors run at a time.
+MAX_PARTS = 64
+_PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
+_MIN_TOKENS = 256  # of a part: its output, 4 bytes a channel for each query head, does not count
+RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at least
+
+
+@triton.jit
+def absorb(score, top, total):
+    """One tile of scores [T, N], -inf where unseen: probabilities, new maximum and sum, old shrink."""
+    new_top = tl.maximum(top, tl.max(score, 0))
+    weight = tl.exp2(score - new_top[None, :])
+    shrink = tl.exp2(top - new_top)
+    return weight, new_top, total * shrink + tl.sum(weight, 0), shrink
+
+
+@triton.jit
+def open_tile(
+    keys, values, at, low, high, top, total, out, seen, half, dim,
+    PAGE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """A page in bfloat16, rows at ``at`` [PAGE]: the new (top, total, out)."""
+    i, d = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    inside = seen[:, None] & (i < half)[None, :]
+    key = tl.load(keys + at[:, None] + i[None, :], mask=inside, other=0.0)
+    score = tl.dot(key, low.to(tl.bfloat16))
+    key = tl.load(keys + at[:, None] + half + i[None, :], mask=inside, other=0.0)
+    score = tl.dot(key, high.to(tl.bfloat16), score)
+    score = tl.where(seen[:, None], score, float("-inf"))
+    weight, top, total, shrink = absorb(score, top, total)
+    value = tl.load(
+        values + at[None, :] + d[:, None], mask=seen[None, :] & (d < dim)[:, None], other=0.0
+    )
+    return top, total, tl.dot(value, weight.to(tl.bfloat16), out * shrink[None, :])
+
+
+@triton.jit
+def sealed_part_kernel(
+    q, key_codes, key_scales, key_residuals, key_refs, value_codes, page_scales, first_keys,
+    directions, open_keys, open_values, tables, open_pages, context_lens, sums, mixed,
+    scale, window, heads, group, dim, stride_table, stride_pages, num_shared, open_offset,
+    NVFP4: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
+    HALF: tl.constexpr, GROUP: tl.constexpr, MIN_PART: tl.constexpr, PARTS: tl.constexpr,
+    UNPACK: tl.constexpr,
+):  # fmt: skip
+    sequence, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    context = tl.load(context_lens + sequence)
+    begin = tl.maximum(context - window, 0)  # the first position that the row sees
+    first_page, own_page = begin // PAGE, (context - 1) // PAGE
+    pages = own_page - first_page + 1
+    size = part_size(pages, MIN_PART, PARTS)
+    half = dim // 2
+    member, t = tl.arange(0, GROUP), tl.arange(0, PAGE)
+    i, d = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    row = sequence.to(tl.int64) * heads + kv_head * group + member
+    real = (member < group)[None, :] & (i < half)[:, None]
+    at_query = row[None, :] * dim + i[:, None]
+    low = tl.load(q + at_query, mask=real, other=0.0) * scale
+    high = tl.load(q + at_query + half, mask=real, other=0.0) * scale
+    low16, high16 = low.to(tl.float16), high.to(tl.float16)
+    e = tl.arange(0, RESIDUALS)
+    if RANK > 0:
+        known = (e < RANK)[:, None] & (i < half)[None, :]
+        along = directions + (kv_head * RANK + e)[:, None] * dim + i[None, :]
+        turned = tl.dot(tl.load(along, mask=known, other=0.0).to(tl.float16), low16)
+        turned = tl.dot(
+            tl.load(along + half, mask=known, other=0.0).to(tl.float16), high16, turned
+        )
+        turned16 = (turned * 0.125).to(tl.float16)  # residuals are in units of 16 g, scores of 128 g
+    table = tables + sequence.to(tl.int64) * stride_table
+    for part in range(tl.program_id(2), tl.cdiv(pages, size), tl.num_programs(2)):
+        start = first_page + part * size
+        end = tl.minimum(start + size, own_page)  # sealed pages of the part
+        top = tl.full((GROUP,), NOTHING, tl.float32)
+        total = tl.zeros((GROUP,), tl.float32)
+        out = tl.zeros((2 * HALF, GROUP), tl.float32)
+        unit = 1.0  # the value scale that ``out`` is in units of
+        if FIRST > 0:
+            if (start == 0) & (end > 0):
+                block = tl.load(table).to(tl.int64) * kv_heads + kv_head
+                f = tl.arange(0, FIRST)
+                seen = f >= begin
+                inside = (i < half)[None, :] & seen[:, None]
+                at = first_keys + (block * FIRST + f)[:, None] * dim + i[None, :]
+                score = tl.dot(tl.load(at, mask=inside, other=0.0), low.to(tl.bfloat16))
+                score = tl.dot(
+                    tl.load(at + half, mask=inside, other=0.0), high.to(tl.bfloat16), score
+                )
+                score = tl.where(seen[:, None], score, float("-inf"))
+                weight, top, total, shrink = absorb(score, top, total)
+                code = tl.load(
+                    value_codes + (block * dim + d)[:, None] * PAGE + f[None, :],
+                    mask=(d < dim)[:, None], other=0,
+                )  # fmt: skip
+                out = tl.dot(e4m3_to_f16(code, UNPACK), weight.to(tl.float16), out)
+                unit = tl.load(page_scales + 2 * block + 1)
+        hidden = tl.maximum(begin, FIRST)
+        for page in range(start, end):
+            block = tl.load(table + page).to(tl.int64) * kv_heads + kv_head
+            g = tl.load(page_scales + 2 * block)
+            new_unit = tl.load(page_scales + 2 * block + 1)
+            inside = (i < half)[None, :] & (t >= 0)[:, None]
+            if NVFP4:
+                at = (block * PAGE + t)[:, None]
+                j = tl.arange(0, HALF // 8)
+                code = tl.load(key_codes + at * half + i[None, :], mask=inside, other=0)
+                step = tl.load(
+                    key_scales + at * (dim // 16) + j[None, :],
+                    mask=(j < dim // 16)[None, :] & (t >= 0)[:, None], other=0,
+                )  # fmt: skip
+                key_low, key_high = nvfp4_to_f16(
+                    code, spread(scale_to_f16(step), PAGE, HALF // 8), UNPACK
+                )
+                score = tl.dot(key_low, low16)
+                score = tl.dot(key_high, high16, score)
+                if RANK > 0:
+                    left = tl.load(
+                        key_residuals + at * RANK + e[None, :],
+                        mask=(e < RANK)[None, :] & (t >= 0)[:, None], other=0,
+                    )  # fmt: skip
+                    score = tl.dot(e4m3_to_f16(left, UNPACK), turned16, score)
+                ref_low = tl.load(key_refs + block * dim + i, mask=i < half, other=0.0)
+                ref_high = tl.load(key_refs + block * dim + half + i, mask=i < half, other=0.0)
+                shift = tl.sum(
+                    low * ref_low.to(tl.float32)[:, None] + high * ref_high.to(tl.float32)[:, None],
+                    0,
+                )
+                score = score * (g * 128.0) + shift[None, :]
+            else:
+                at = (block * PAGE + t)[:, None] * dim + i[None, :]
+                code = tl.load(key_codes + at, mask=inside, other=0)
+                score = tl.dot(e4m3_to_f16(code, UNPACK), low16)
+                code = tl.load(key_codes + at + half, mask=inside, other=0)
+                score = tl.dot(e4m3_to_f16(code, UNPACK), high16, score) * g
+            score = tl.where((page * PAGE + t >= hidden)[:, None], score, float("-inf"))
+            weight, top, total, shrink = absorb(score, top, total)
+            code = tl.load(
+                value_codes + (block * dim + d)[:, None] * PAGE + t[None, :],
+                mask=(d < dim)[:, None] & (t >= 0)[None, :], other=0,
+            )  # fmt: skip
+            out = out * (shrink * (unit / new_unit))[None, :]
+            out = tl.dot(e4m3_to_f16(code, UNPACK), weight.to(tl.float16), out)
+            unit = new_unit
+        out = out * unit
+        if end == own_page:
+            slot = tl.load(open_pages + sequence * stride_pages)
+            slot += tl.where(slot >= num_shared, open_offset, 0)
+            position = own_page * PAGE + t
+            seen = (position >= begin) & (position < context)
+            at = ((slot.to(tl.int64) * kv_heads + kv_head) * PAGE + t) * dim
+            top, total, out = open_tile(
+                open_keys, open_values, at, low, high, top, total, out, seen, half, dim, PAGE, HALF
+            )
+        place = row * PARTS + part
+        tl.store(sums + 2 * place, top, mask=member < group)
+        tl.store(sums + 2 * place + 1, total, mask=member < group)
+        tl.store(
+            mixed + place[None, :] * dim + d[:, None], out,
+            mask=(member < group)[None, :] & (d < dim)[:, None],
+        )  # fmt: skip
+
+
+@triton.jit
+def sealed_merge_kernel(
+    sums, mixed, sinks, out, context_lens, window, heads, dim,
+    PAGE: tl.constexpr, MIN_PART: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr,
+):  # fmt: skip
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    context = tl.load(context_lens + sequence)
+    pages = (context - 1) // PAGE - tl.maximum(context - window, 0) // PAGE + 1
+    count = tl.cdiv(pages, part_size(pages, MIN_PART, PARTS))
+    sink = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2
+    row = sequence.to(tl.int64) * heads + head
+    merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
+
+
+def sealed_attention_decode(
+    q: torch.Tensor,
+    cache: SealedKV,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(q K^T * scale) V, one row for each sequence; see the reference for the terms.
+
+    q: float32 [S, H, hd]; against sealed pages query and probabilities are rounded to float16, against
+    the row's own page to bfloat16; sums are float32. Returns float32 [S, H, hd].
+    """
+    q = q.contiguous()
+    rows, heads, dim = q.shape
+    page, kv_heads = cache.block_tokens, cache.key_codes.shape[1]
+    group = heads // kv_heads
+    where = open_of(batch)
+    sums = torch.empty(rows, heads, MAX_PARTS, 2, device=q.device)
+    mixed = torch.empty(rows, heads, MAX_PARTS, dim, device=q.device)
+    min_part = max(_MIN_TOKENS // page, 1)
+    room = batch.block_tables.shape[1]
+    if window is not None:
+        room = min(room, triton.cdiv(window, page) + 1)
+    parts = min(triton.cdiv(room, min_part), MAX_PARTS)
+    programs = max(min(parts, _PROGRAMS // (rows * kv_heads)), 1)
+    seen = window or 2**30
+    nothing = cache.page_scales  # stands for parts that the format does not have; never read
+    sealed_part_kernel[(rows, kv_heads, programs)](
+        q, cache.key_codes,
+        *(nothing if p is None else p for p in (cache.key_scales, cache.key_residuals, cache.key_refs)),
+        cache.value_codes, cache.page_scales,
+        *(nothing if p is None else p for p in (cache.first_keys, cache.directions)),
+        cache.open_keys, cache.open_values, batch.block_tables, where.pages, batch.context_lens,
+        sums, mixed, scale * LOG2_E, seen, heads, group, dim,
+        batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,
+        NVFP4=cache.key_scales is not None, RANK=cache.rank,
+        FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page,
+        HALF=triton.next_power_of_2(dim // 2), GROUP=max(triton.next_power_of_2(group), 8),
+        MIN_PART=min_part, PARTS=MAX_PARTS, UNPACK=unpack_instructions(),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    sealed_merge_kernel[(rows, heads)](
+        sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
+        PAGE=page, MIN_PART=min_part, PARTS=MAX_PARTS, DIM=triton.next_power_of_2(dim),
+        HAS_SINKS=sinks is not None, LOG2=LOG2_E, num_warps=4,
+    )  # fmt: skip
+    return out
