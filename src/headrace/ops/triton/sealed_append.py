@@ -97,21 +97,21 @@ def seal_kernel(
     if full:
         block = tl.load(tables + sequence.to(tl.int64) * stride_table + page).to(tl.int64)
         at = block * heads + head
-        inside = inside & (t >= 0)[:, None]
+        every = inside & (t >= 0)[:, None]
         amax = tl.max(tl.max(tl.maximum(tl.abs(value_low), tl.abs(value_high)), 1), 0)
         value_scale = power_of_two(amax, FP8_SHIFT, FP8_FRACTION)
         shrink = inverse(value_scale)
         at_value = (at * dim + i[None, :]) * PAGE + t[:, None]
-        tl.store(value_codes + at_value, e4m3_codes(value_low * shrink), mask=inside)
+        tl.store(value_codes + at_value, e4m3_codes(value_low * shrink), mask=every)
         at_value += half * PAGE
-        tl.store(value_codes + at_value, e4m3_codes(value_high * shrink), mask=inside)
+        tl.store(value_codes + at_value, e4m3_codes(value_high * shrink), mask=every)
         tl.store(page_scales + 2 * at + 1, value_scale)
         if NVFP4:
             live = t >= tl.where(page == 0, FIRST, 0)
             if FIRST > 0:
                 if page == 0:
                     at_first = (at * FIRST + t)[:, None] * dim + i[None, :]
-                    kept = inside & (t < FIRST)[:, None]
+                    kept = every & (t < FIRST)[:, None]
                     tl.store(first_keys + at_first, key_low, mask=kept)
                     tl.store(first_keys + at_first + half, key_high, mask=kept)
             ref_low, ref_high, low, high = _centre(key_low, key_high, live)
@@ -128,7 +128,7 @@ def seal_kernel(
             step = tl.reshape(step, (PAGE, HALF))
             code_low, code_high = e2m1_codes(low, step), e2m1_codes(high, step)
             at_code = (at * PAGE + t)[:, None] * half + i[None, :]
-            tl.store(key_codes + at_code, (code_low | code_high << 4).to(tl.uint8), mask=inside)
+            tl.store(key_codes + at_code, (code_low | code_high << 4).to(tl.uint8), mask=every)
             if RANK > 0:
                 # In units of g, which is a power of two: nothing is rounded on the way to float64.
                 left_low = (low - e2m1_values(code_low) * step).to(tl.float64)
@@ -144,8 +144,8 @@ def seal_kernel(
             amax = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
             unit = power_of_two(amax, FP8_SHIFT, FP8_FRACTION)
             at_code = (at * PAGE + t)[:, None] * dim + i[None, :]
-            tl.store(key_codes + at_code, e4m3_codes(low * inverse(unit)), mask=inside)
-            tl.store(key_codes + at_code + half, e4m3_codes(high * inverse(unit)), mask=inside)
+            tl.store(key_codes + at_code, e4m3_codes(low * inverse(unit)), mask=every)
+            tl.store(key_codes + at_code + half, e4m3_codes(high * inverse(unit)), mask=every)
         tl.store(page_scales + 2 * at, unit)
 
 

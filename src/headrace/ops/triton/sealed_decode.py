@@ -38,42 +38,92 @@ RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at le
 
 
 @triton.jit
-def absorb(score, top, total):
-    """One tile of scores [T, N], -inf where unseen: probabilities, new maximum and sum, old shrink."""
-    new_top = tl.maximum(top, tl.max(score, 0))
-    weight = tl.exp2(score - new_top[None, :])
-    shrink = tl.exp2(top - new_top)
-    return weight, new_top, total * shrink + tl.sum(weight, 0), shrink
+def fetch(at, mask, MASKED: tl.constexpr):
+    """A load that is masked only where sizes are padded: masks cost instructions."""
+    if MASKED:
+        return tl.load(at, mask=mask, other=0)
+    return tl.load(at)
 
 
 @triton.jit
-def open_tile(
-    keys, values, at, low, high, top, total, out, seen, half, dim,
-    PAGE: tl.constexpr, HALF: tl.constexpr,
+def absorb(score, top):
+    """One tile of scores [T, N], -inf where unseen: probabilities, new maximum, old parts' shrink."""
+    new_top = tl.maximum(top, tl.max(score, 0))
+    return tl.exp2(score - new_top[None, :]), new_top, tl.exp2(top - new_top)
+
+
+@triton.jit
+def open_page(
+    keys, values, low, high, top, total, out, begin, end,
+    TILE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """A page in bfloat16, rows at ``at`` [PAGE]: the new (top, total, out)."""
+    """Rows begin to end of a page in bfloat16: the new (top, total, out)."""
+    half: tl.constexpr = DIM // 2
     i, d = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
-    inside = seen[:, None] & (i < half)[None, :]
-    key = tl.load(keys + at[:, None] + i[None, :], mask=inside, other=0.0)
-    score = tl.dot(key, low.to(tl.bfloat16))
-    key = tl.load(keys + at[:, None] + half + i[None, :], mask=inside, other=0.0)
-    score = tl.dot(key, high.to(tl.bfloat16), score)
-    score = tl.where(seen[:, None], score, float("-inf"))
-    weight, top, total, shrink = absorb(score, top, total)
-    value = tl.load(
-        values + at[None, :] + d[:, None], mask=seen[None, :] & (d < dim)[:, None], other=0.0
-    )
-    return top, total, tl.dot(value, weight.to(tl.bfloat16), out * shrink[None, :])
+    low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
+    for tile in range(begin // TILE * TILE, end, TILE):
+        t = tile + tl.arange(0, TILE)
+        seen = (t >= begin) & (t < end)
+        inside = seen[:, None] & (i < half)[None, :]
+        at = keys + t[:, None] * DIM + i[None, :]
+        score = tl.dot(tl.load(at, mask=inside, other=0.0), low)
+        score = tl.dot(tl.load(at + half, mask=inside, other=0.0), high, score)
+        weight, top, shrink = absorb(tl.where(seen[:, None], score, float("-inf")), top)
+        total = total * shrink + tl.sum(weight, 0)
+        inside = seen[None, :] & (d < DIM)[:, None]
+        value = tl.load(values + t[None, :] * DIM + d[:, None], mask=inside, other=0.0)
+        out = tl.dot(value, weight.to(tl.bfloat16), out * shrink[None, :])
+    return top, total, out
+
+
+@triton.jit
+def first_rows(
+    first_keys, value_codes, low, high, begin,
+    FIRST: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    UNPACK: tl.constexpr,
+):  # fmt: skip
+    """A sequence's first rows, whose keys are in bfloat16: (top, total, out in the page's units)."""
+    half: tl.constexpr = DIM // 2
+    i, d, f = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, FIRST)
+    inside = (i < half)[None, :] & (f >= 0)[:, None]
+    at = first_keys + f[:, None] * DIM + i[None, :]
+    score = tl.dot(tl.load(at, mask=inside, other=0.0), low.to(tl.bfloat16))
+    score = tl.dot(tl.load(at + half, mask=inside, other=0.0), high.to(tl.bfloat16), score)
+    score = tl.where((f >= begin)[:, None], score, float("-inf"))
+    weight, top, _ = absorb(score, tl.zeros_like(tl.max(score, 0)) + NOTHING)
+    at = value_codes + d[:, None] * PAGE + f[None, :]
+    code = tl.load(at, mask=(d < DIM)[:, None] & (f >= 0)[None, :], other=0)
+    return top, tl.sum(weight, 0), tl.dot(e4m3_to_f16(code, UNPACK), weight.to(tl.float16))
+
+
+@triton.jit
+def reference_scores(
+    key_refs, table, shifts, low16, high16, start, end, kv_head, kv_heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """r . q of the pages start to end, 16 at a time, to ``shifts`` [page, GROUP]."""
+    half: tl.constexpr = DIM // 2
+    i, n = tl.arange(0, HALF), tl.arange(0, GROUP)
+    for tile in range(start, end, 16):
+        page = tile + tl.arange(0, 16)
+        block = tl.load(table + page, mask=page < end, other=0).to(tl.int64) * kv_heads + kv_head
+        at = key_refs + (block * DIM)[:, None] + i[None, :]
+        inside = (page < end)[:, None] & (i < half)[None, :]
+        shift = tl.dot(tl.load(at, mask=inside, other=0.0).to(tl.float16), low16)
+        high = tl.load(at + half, mask=inside, other=0.0).to(tl.float16)
+        shift = tl.dot(high, high16, shift)
+        tl.store(shifts + page[:, None] * GROUP + n[None, :], shift, mask=(page < end)[:, None])
+    tl.debug_barrier()  # other threads of the program read them
 
 
 @triton.jit
 def sealed_part_kernel(
     q, key_codes, key_scales, key_residuals, key_refs, value_codes, page_scales, first_keys,
-    directions, open_keys, open_values, tables, open_pages, context_lens, sums, mixed,
-    scale, window, heads, group, dim, stride_table, stride_pages, num_shared, open_offset,
+    directions, open_keys, open_values, tables, open_pages, context_lens, shifts, sums, mixed,
+    scale, window, heads, group, max_pages, stride_table, stride_pages, num_shared, open_offset,
     NVFP4: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
-    HALF: tl.constexpr, GROUP: tl.constexpr, MIN_PART: tl.constexpr, PARTS: tl.constexpr,
-    UNPACK: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, MIN_PART: tl.constexpr,
+    PARTS: tl.constexpr, UNPACK: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     context = tl.load(context_lens + sequence)
@@ -81,28 +131,44 @@ def sealed_part_kernel(
     first_page, own_page = begin // PAGE, (context - 1) // PAGE
     pages = own_page - first_page + 1
     size = part_size(pages, MIN_PART, PARTS)
-    half = dim // 2
+    half: tl.constexpr = DIM // 2
+    padded: tl.constexpr = HALF * 2 != DIM
     member, t = tl.arange(0, GROUP), tl.arange(0, PAGE)
-    i, d = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    i, d, j = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, HALF // 8)
     row = sequence.to(tl.int64) * heads + kv_head * group + member
     real = (member < group)[None, :] & (i < half)[:, None]
-    at_query = row[None, :] * dim + i[:, None]
+    at_query = row[None, :] * DIM + i[:, None]
     low = tl.load(q + at_query, mask=real, other=0.0) * scale
     high = tl.load(q + at_query + half, mask=real, other=0.0) * scale
     low16, high16 = low.to(tl.float16), high.to(tl.float16)
     e = tl.arange(0, RESIDUALS)
     if RANK > 0:
         known = (e < RANK)[:, None] & (i < half)[None, :]
-        along = directions + (kv_head * RANK + e)[:, None] * dim + i[None, :]
+        along = directions + (kv_head * RANK + e)[:, None] * DIM + i[None, :]
         turned = tl.dot(tl.load(along, mask=known, other=0.0).to(tl.float16), low16)
         turned = tl.dot(
             tl.load(along + half, mask=known, other=0.0).to(tl.float16), high16, turned
         )
         turned16 = (turned * 0.125).to(tl.float16)  # residuals are in units of 16 g, scores of 128 g
+    # Places within a page; pages lie at 64-bit offsets, which are added once for all threads.
+    in_key = t[:, None] * (half if NVFP4 else DIM) + i[None, :]
+    in_step = t[:, None] * (DIM // 16) + j[None, :]
+    in_left = t[:, None] * RANK + e[None, :]
+    in_value = d[:, None] * PAGE + t[None, :]
+    real_key = (i < half)[None, :] & (t >= 0)[:, None]
+    real_step = (j < DIM // 16)[None, :] & (t >= 0)[:, None]
+    real_left = (e < RANK)[None, :] & (t >= 0)[:, None]
+    real_value = (d < DIM)[:, None] & (t >= 0)[None, :]
     table = tables + sequence.to(tl.int64) * stride_table
+    shifts += (sequence.to(tl.int64) * kv_heads + kv_head) * max_pages * GROUP
     for part in range(tl.program_id(2), tl.cdiv(pages, size), tl.num_programs(2)):
         start = first_page + part * size
         end = tl.minimum(start + size, own_page)  # sealed pages of the part
+        if NVFP4:
+            reference_scores(
+                key_refs, table, shifts, low16, high16, start, end, kv_head, kv_heads,
+                DIM, HALF, GROUP,
+            )  # fmt: skip
         top = tl.full((GROUP,), NOTHING, tl.float32)
         total = tl.zeros((GROUP,), tl.float32)
         out = tl.zeros((2 * HALF, GROUP), tl.float32)
@@ -110,85 +176,60 @@ def sealed_part_kernel(
         if FIRST > 0:
             if (start == 0) & (end > 0):
                 block = tl.load(table).to(tl.int64) * kv_heads + kv_head
-                f = tl.arange(0, FIRST)
-                seen = f >= begin
-                inside = (i < half)[None, :] & seen[:, None]
-                at = first_keys + (block * FIRST + f)[:, None] * dim + i[None, :]
-                score = tl.dot(tl.load(at, mask=inside, other=0.0), low.to(tl.bfloat16))
-                score = tl.dot(
-                    tl.load(at + half, mask=inside, other=0.0), high.to(tl.bfloat16), score
-                )
-                score = tl.where(seen[:, None], score, float("-inf"))
-                weight, top, total, shrink = absorb(score, top, total)
-                code = tl.load(
-                    value_codes + (block * dim + d)[:, None] * PAGE + f[None, :],
-                    mask=(d < dim)[:, None], other=0,
+                top, total, out = first_rows(
+                    first_keys + block * (FIRST * DIM), value_codes + block * (DIM * PAGE),
+                    low, high, begin, FIRST, PAGE, DIM, HALF, UNPACK,
                 )  # fmt: skip
-                out = tl.dot(e4m3_to_f16(code, UNPACK), weight.to(tl.float16), out)
                 unit = tl.load(page_scales + 2 * block + 1)
         hidden = tl.maximum(begin, FIRST)
+        # Sums are kept for each row of the tile and added up after the loop.
+        sums_of = tl.zeros((PAGE, GROUP), tl.float32)
         for page in range(start, end):
             block = tl.load(table + page).to(tl.int64) * kv_heads + kv_head
             g = tl.load(page_scales + 2 * block)
             new_unit = tl.load(page_scales + 2 * block + 1)
-            inside = (i < half)[None, :] & (t >= 0)[:, None]
             if NVFP4:
-                at = (block * PAGE + t)[:, None]
-                j = tl.arange(0, HALF // 8)
-                code = tl.load(key_codes + at * half + i[None, :], mask=inside, other=0)
-                step = tl.load(
-                    key_scales + at * (dim // 16) + j[None, :],
-                    mask=(j < dim // 16)[None, :] & (t >= 0)[:, None], other=0,
-                )  # fmt: skip
+                code = fetch(key_codes + block * (PAGE * half) + in_key, real_key, padded)
+                step = fetch(key_scales + block * (PAGE * (DIM // 16)) + in_step, real_step, padded)
                 key_low, key_high = nvfp4_to_f16(
                     code, spread(scale_to_f16(step), PAGE, HALF // 8), UNPACK
                 )
                 score = tl.dot(key_low, low16)
                 score = tl.dot(key_high, high16, score)
                 if RANK > 0:
-                    left = tl.load(
-                        key_residuals + at * RANK + e[None, :],
-                        mask=(e < RANK)[None, :] & (t >= 0)[:, None], other=0,
-                    )  # fmt: skip
+                    left = fetch(key_residuals + block * (PAGE * RANK) + in_left, real_left, True)
                     score = tl.dot(e4m3_to_f16(left, UNPACK), turned16, score)
-                ref_low = tl.load(key_refs + block * dim + i, mask=i < half, other=0.0)
-                ref_high = tl.load(key_refs + block * dim + half + i, mask=i < half, other=0.0)
-                shift = tl.sum(
-                    low * ref_low.to(tl.float32)[:, None] + high * ref_high.to(tl.float32)[:, None],
-                    0,
-                )
-                score = score * (g * 128.0) + shift[None, :]
+                score = score * (g * 128.0) + tl.load(shifts + page * GROUP + member)[None, :]
             else:
-                at = (block * PAGE + t)[:, None] * dim + i[None, :]
-                code = tl.load(key_codes + at, mask=inside, other=0)
+                code = fetch(key_codes + block * (PAGE * DIM) + in_key, real_key, padded)
                 score = tl.dot(e4m3_to_f16(code, UNPACK), low16)
-                code = tl.load(key_codes + at + half, mask=inside, other=0)
+                code = fetch(key_codes + block * (PAGE * DIM) + half + in_key, real_key, padded)
                 score = tl.dot(e4m3_to_f16(code, UNPACK), high16, score) * g
-            score = tl.where((page * PAGE + t >= hidden)[:, None], score, float("-inf"))
-            weight, top, total, shrink = absorb(score, top, total)
-            code = tl.load(
-                value_codes + (block * dim + d)[:, None] * PAGE + t[None, :],
-                mask=(d < dim)[:, None] & (t >= 0)[None, :], other=0,
-            )  # fmt: skip
+            score = tl.where((t >= hidden - page * PAGE)[:, None], score, float("-inf"))
+            weight, top, shrink = absorb(score, top)
+            sums_of = sums_of * shrink[None, :] + weight
+            total = total * shrink
+            code = fetch(value_codes + block * (DIM * PAGE) + in_value, real_value, padded)
             out = out * (shrink * (unit / new_unit))[None, :]
             out = tl.dot(e4m3_to_f16(code, UNPACK), weight.to(tl.float16), out)
             unit = new_unit
+        total += tl.sum(sums_of, 0)
         out = out * unit
         if end == own_page:
             slot = tl.load(open_pages + sequence * stride_pages)
             slot += tl.where(slot >= num_shared, open_offset, 0)
-            position = own_page * PAGE + t
-            seen = (position >= begin) & (position < context)
-            at = ((slot.to(tl.int64) * kv_heads + kv_head) * PAGE + t) * dim
-            top, total, out = open_tile(
-                open_keys, open_values, at, low, high, top, total, out, seen, half, dim, PAGE, HALF
-            )
+            at = (slot.to(tl.int64) * kv_heads + kv_head) * (PAGE * DIM)
+            top, total, out = open_page(
+                open_keys + at, open_values + at, low, high, top, total, out,
+                tl.maximum(begin - own_page * PAGE, 0), context - own_page * PAGE,
+                16, DIM, HALF,
+            )  # fmt: skip
         place = row * PARTS + part
         tl.store(sums + 2 * place, top, mask=member < group)
         tl.store(sums + 2 * place + 1, total, mask=member < group)
         tl.store(
-            mixed + place[None, :] * dim + d[:, None], out,
-            mask=(member < group)[None, :] & (d < dim)[:, None],
+            mixed + place[None, :] * DIM + d[:, None], out,
+            mask=(member < group)[None, :] & (d < DIM)[:, None],
         )  # fmt: skip
 
 
@@ -236,6 +277,10 @@ def sealed_attention_decode(
     parts = min(triton.cdiv(room, min_part), MAX_PARTS)
     programs = max(min(parts, _PROGRAMS // (rows * kv_heads)), 1)
     seen = window or 2**30
+    max_pages = batch.block_tables.shape[1]
+    width = max(triton.next_power_of_2(group), 8)
+    nvfp4 = cache.key_scales is not None
+    shifts = torch.empty(rows * kv_heads * max_pages * width if nvfp4 else 1, device=q.device)
     nothing = cache.page_scales  # stands for parts that the format does not have; never read
     sealed_part_kernel[(rows, kv_heads, programs)](
         q, cache.key_codes,
@@ -243,11 +288,11 @@ def sealed_attention_decode(
         cache.value_codes, cache.page_scales,
         *(nothing if p is None else p for p in (cache.first_keys, cache.directions)),
         cache.open_keys, cache.open_values, batch.block_tables, where.pages, batch.context_lens,
-        sums, mixed, scale * LOG2_E, seen, heads, group, dim,
+        shifts, sums, mixed, scale * LOG2_E, seen, heads, group, max_pages,
         batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,
-        NVFP4=cache.key_scales is not None, RANK=cache.rank,
+        NVFP4=nvfp4, RANK=cache.rank,
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page,
-        HALF=triton.next_power_of_2(dim // 2), GROUP=max(triton.next_power_of_2(group), 8),
+        DIM=dim, HALF=triton.next_power_of_2(dim // 2), GROUP=width,
         MIN_PART=min_part, PARTS=MAX_PARTS, UNPACK=unpack_instructions(),
         num_warps=4, num_stages=2,
     )  # fmt: skip
