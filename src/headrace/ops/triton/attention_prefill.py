@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.records import AttentionBatch, LayerKV
-from headrace.ops.triton.attention_decode import LOG2_E
+from headrace.ops.triton.softmax import LOG2_E
 
 _ROWS = 64  # query rows of a program: what a multiprocessor's wgmma takes at least
 _TILE = 64  # keys that are multiplied at a time

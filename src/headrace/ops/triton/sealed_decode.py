@@ -28,28 +28,13 @@ from headrace.ops.records import AttentionBatch, SealedKV
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
 from headrace.ops.triton.sealed_append import open_of
-from headrace.ops.triton.softmax import LOG2_E, NOTHING, merge_parts, part_size
+from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 
 # 64 parts of 8 key heads are 512 programs, what 132 multiprocessors run at a time.
 MAX_PARTS = 64
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
 _MIN_TOKENS = 256  # of a part: its output, 4 bytes a channel for each query head, does not count
 RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at least
-
-
-@triton.jit
-def fetch(at, mask, MASKED: tl.constexpr):
-    """A load that is masked only where sizes are padded: masks cost instructions."""
-    if MASKED:
-        return tl.load(at, mask=mask, other=0)
-    return tl.load(at)
-
-
-@triton.jit
-def absorb(score, top):
-    """One tile of scores [T, N], -inf where unseen: probabilities, new maximum, old parts' shrink."""
-    new_top = tl.maximum(top, tl.max(score, 0))
-    return tl.exp2(score - new_top[None, :]), new_top, tl.exp2(top - new_top)
 
 
 @triton.jit

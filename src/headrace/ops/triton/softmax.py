@@ -35,6 +35,21 @@ def exp2_polynomial(x):
 
 
 @triton.jit
+def fetch(at, mask, MASKED: tl.constexpr):
+    """A load that is masked only where sizes are padded: masks cost instructions."""
+    if MASKED:
+        return tl.load(at, mask=mask, other=0)
+    return tl.load(at)
+
+
+@triton.jit
+def absorb(score, top):
+    """One tile of scores [T, N], -inf where unseen: probabilities, new maximum, old parts' shrink."""
+    new_top = tl.maximum(top, tl.max(score, 0))
+    return tl.exp2(score - new_top[None, :]), new_top, tl.exp2(top - new_top)
+
+
+@triton.jit
 def part_size(units, MIN_PART: tl.constexpr, PARTS: tl.constexpr):
     """Units of a part: MIN_PART times a power of two, so that there are at most PARTS parts."""
     size = units * 0 + MIN_PART
