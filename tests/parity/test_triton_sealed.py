@@ -89,3 +89,22 @@ def test_decode_over_sealed_pages(kv_format, rank, dim, page, window):
             found = OPS.sealed_attention_decode(*args)
             expected = expected_rows(case, q, spans, dim, window, sinks)
             close("sealed_attention_decode", found, expected)
+
+
+@pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
+@pytest.mark.parametrize(("dim", "page", "window"), [(32, 16, None), (64, 32, 20), (48, 64, 70)])
+def test_prefill_over_sealed_pages(kv_format, rank, dim, page, window):
+    """Whole prompts, chunks that start and end within pages, one row beside many."""
+    spans = [(0, 0, 2 * page + 9), (1, page - 2, 2 * page + 3), (2, 0, 1), (3, 75, 76)]
+    tokens = [end for _, _, end in spans]
+    case = sealed_case(kv_format, tokens, dim=dim, page=page, rank=rank, seed=dim)
+    case.fill(tokens)
+    rng = np.random.default_rng(dim)
+    batch = case.batch(spans)
+    q = torch.from_numpy(rng.normal(size=(len(batch.positions), 4, dim)).astype(np.float32))
+    sinks = torch.from_numpy(rng.normal(size=4).astype(np.float32)) if rank else None
+    cache, there = moved((case.cache, batch), DEVICE)
+    args = (q.to(DEVICE), cache, there, dim**-0.5, window, moved(sinks, DEVICE))
+    found = OPS.sealed_attention_prefill(*args)
+    close("sealed_attention_prefill", found, expected_rows(case, q, spans, dim, window, sinks))
+    assert torch.equal(OPS.sealed_attention_prefill(*args), found)

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from headrace.ops.records import AttentionBatch, LayerKV
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
+from headrace.ops.triton.tuning import decode_tuning
 
 # A part has at least 256 keys: 64 KB of 64-wide bfloat16 keys and values for each key head, against
 # which its 2 KB of output do not count. From 64 parts on they grow instead: for 8 key heads 512
@@ -30,7 +31,6 @@ from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_pa
 PART_TOKENS = 256
 MAX_PARTS = 64
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
-_TILE = 64  # keys that are multiplied at a time
 
 
 @triton.jit
@@ -123,14 +123,16 @@ def attention_decode(
     programs = max(min(parts, _PROGRAMS // (rows * kv_heads)), 1)
     exact = keys.dtype == torch.float32
     seen = window or 2**31 - 1
+    tuned = decode_tuning(q.device, dim, sealed=False)
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         MIN_PART=PART_TOKENS, PARTS=MAX_PARTS, PAGE=cache.block_tokens,
         GROUP=max(triton.next_power_of_2(group), 8), DIM=dim, WIDE=triton.next_power_of_2(dim),
-        TILE=32 if exact else _TILE, PRECISION="ieee" if exact else "tf32",
-        num_warps=4, num_stages=2 if exact else 4,  # the table's entries take one of them
+        TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
+        num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
+        maxnreg=tuned.max_registers,
     )  # fmt: skip
     out = torch.empty_like(q)
     merge_kernel[(rows, heads)](

@@ -15,6 +15,7 @@ from headrace.ops.triton import (
     rows,
     sealed_append,
     sealed_decode,
+    sealed_prefill,
 )
 from headrace.ops.triton.softmax import LOG2_E
 
@@ -78,6 +79,10 @@ _SEALED = {"PAGE": 64, "HALF": 64, "FIRST": FIRST_TOKENS}
 _NVFP4 = {**_SEALED, "NVFP4": True, "RANK": 4}
 _FP8 = {**_SEALED, "NVFP4": False, "RANK": 0, "FIRST": 0}
 _PARTS = {"DIM": 128, "GROUP": 8, "MIN_PART": 4, "PARTS": 64}
+_ROWS = {
+    **{"DIM": 128, "ROWS": 128, "HAS_SINKS": True, "HAS_WINDOW": False, "LOG2": LOG2_E},
+    **{"TAU": 0, "POLYNOMIAL": 0},
+}
 _PLAIN = {"DIM": 128, "TILE": 64, "PRECISION": "tf32"}
 
 EXAMPLES: dict[str, Example] = {
@@ -94,8 +99,11 @@ EXAMPLES: dict[str, Example] = {
         sealed_decode.sealed_merge_kernel,
         {"PAGE": 64, "MIN_PART": 4, "PARTS": 64, "DIM": 128, "HAS_SINKS": True, "LOG2": LOG2_E},
     ),
+    "prefill_fp8": Example(sealed_prefill.sealed_prefill_kernel, {**_FP8, **_ROWS}, 8),
+    "prefill_nvfp4k_fp8v": Example(sealed_prefill.sealed_prefill_kernel, {**_NVFP4, **_ROWS}, 8),
     "prefill_bf16": Example(
         attention_prefill.prefill_kernel,
-        {**_PLAIN, "ROWS": 64, "HAS_SINKS": True, "LOG2": LOG2_E}, num_stages=3,
+        {k: v for k, v in {**_PLAIN, **_ROWS, "WIDE": 128, "PAGE": 32}.items() if k != "HAS_WINDOW"},
+        8, num_stages=3,
     ),
 }  # fmt: skip

@@ -29,6 +29,7 @@ from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
 from headrace.ops.triton.sealed_append import open_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
+from headrace.ops.triton.tuning import decode_tuning
 
 # 64 parts of 8 key heads are 512 programs, what 132 multiprocessors run at a time.
 MAX_PARTS = 64
@@ -45,14 +46,14 @@ def open_page(
     """Rows begin to end of a page in bfloat16: the new (top, total, out)."""
     half: tl.constexpr = DIM // 2
     i, d = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
-    low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
     for tile in range(begin // TILE * TILE, end, TILE):
         t = tile + tl.arange(0, TILE)
         seen = (t >= begin) & (t < end)
         inside = seen[:, None] & (i < half)[None, :]
         at = keys + t[:, None] * DIM + i[None, :]
-        score = tl.dot(tl.load(at, mask=inside, other=0.0), low)
-        score = tl.dot(tl.load(at + half, mask=inside, other=0.0), high, score)
+        score = tl.dot(tl.load(at, mask=inside, other=0.0).to(tl.float16), low)
+        key = tl.load(at + half, mask=inside, other=0.0).to(tl.float16)
+        score = tl.dot(key, high, score)
         weight, top, shrink = absorb(tl.where(seen[:, None], score, float("-inf")), top)
         total = total * shrink + tl.sum(weight, 0)
         inside = seen[None, :] & (d < DIM)[:, None]
@@ -72,8 +73,8 @@ def first_rows(
     i, d, f = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, FIRST)
     inside = (i < half)[None, :] & (f >= 0)[:, None]
     at = first_keys + f[:, None] * DIM + i[None, :]
-    score = tl.dot(tl.load(at, mask=inside, other=0.0), low.to(tl.bfloat16))
-    score = tl.dot(tl.load(at + half, mask=inside, other=0.0), high.to(tl.bfloat16), score)
+    score = tl.dot(tl.load(at, mask=inside, other=0.0).to(tl.float16), low)
+    score = tl.dot(tl.load(at + half, mask=inside, other=0.0).to(tl.float16), high, score)
     score = tl.where((f >= begin)[:, None], score, float("-inf"))
     weight, top, _ = absorb(score, tl.zeros_like(tl.max(score, 0)) + NOTHING)
     at = value_codes + d[:, None] * PAGE + f[None, :]
@@ -123,9 +124,8 @@ def sealed_part_kernel(
     row = sequence.to(tl.int64) * heads + kv_head * group + member
     real = (member < group)[None, :] & (i < half)[:, None]
     at_query = row[None, :] * DIM + i[:, None]
-    low = tl.load(q + at_query, mask=real, other=0.0) * scale
-    high = tl.load(q + at_query + half, mask=real, other=0.0) * scale
-    low16, high16 = low.to(tl.float16), high.to(tl.float16)
+    low16 = (tl.load(q + at_query, mask=real, other=0.0) * scale).to(tl.float16)
+    high16 = (tl.load(q + at_query + half, mask=real, other=0.0) * scale).to(tl.float16)
     e = tl.arange(0, RESIDUALS)
     if RANK > 0:
         known = (e < RANK)[:, None] & (i < half)[None, :]
@@ -163,7 +163,7 @@ def sealed_part_kernel(
                 block = tl.load(table).to(tl.int64) * kv_heads + kv_head
                 top, total, out = first_rows(
                     first_keys + block * (FIRST * DIM), value_codes + block * (DIM * PAGE),
-                    low, high, begin, FIRST, PAGE, DIM, HALF, UNPACK,
+                    low16, high16, begin, FIRST, PAGE, DIM, HALF, UNPACK,
                 )  # fmt: skip
                 unit = tl.load(page_scales + 2 * block + 1)
         hidden = tl.maximum(begin, FIRST)
@@ -205,7 +205,7 @@ def sealed_part_kernel(
             slot += tl.where(slot >= num_shared, open_offset, 0)
             at = (slot.to(tl.int64) * kv_heads + kv_head) * (PAGE * DIM)
             top, total, out = open_page(
-                open_keys + at, open_values + at, low, high, top, total, out,
+                open_keys + at, open_values + at, low16, high16, top, total, out,
                 tl.maximum(begin - own_page * PAGE, 0), context - own_page * PAGE,
                 16, DIM, HALF,
             )  # fmt: skip
@@ -245,8 +245,8 @@ def sealed_attention_decode(
 ) -> torch.Tensor:
     """softmax(q K^T * scale) V, one row for each sequence; see the reference for the terms.
 
-    q: float32 [S, H, hd]; against sealed pages query and probabilities are rounded to float16, against
-    the row's own page to bfloat16; sums are float32. Returns float32 [S, H, hd].
+    q: float32 [S, H, hd]; queries and keys are multiplied in float16 (keys are below 65,504), values of
+    the row's own page in bfloat16, for its range; sums are float32. Returns float32 [S, H, hd].
     """
     q = q.contiguous()
     rows, heads, dim = q.shape
@@ -266,6 +266,7 @@ def sealed_attention_decode(
     width = max(triton.next_power_of_2(group), 8)
     nvfp4 = cache.key_scales is not None
     shifts = torch.empty(rows * kv_heads * max_pages * width if nvfp4 else 1, device=q.device)
+    tuned = decode_tuning(q.device, dim, sealed=True)
     nothing = cache.page_scales  # stands for parts that the format does not have; never read
     sealed_part_kernel[(rows, kv_heads, programs)](
         q, cache.key_codes,
@@ -279,7 +280,7 @@ def sealed_attention_decode(
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page,
         DIM=dim, HALF=triton.next_power_of_2(dim // 2), GROUP=width,
         MIN_PART=min_part, PARTS=MAX_PARTS, UNPACK=unpack_instructions(),
-        num_warps=4, num_stages=2,
+        num_warps=tuned.num_warps, num_stages=tuned.num_stages, maxnreg=tuned.max_registers,
     )  # fmt: skip
     out = torch.empty_like(q)
     sealed_merge_kernel[(rows, heads)](

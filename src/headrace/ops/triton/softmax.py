@@ -50,6 +50,72 @@ def absorb(score, top):
 
 
 @triton.jit
+def probabilities(x, POLYNOMIAL: tl.constexpr):
+    """2^x of scores [R, T] less their maximum. POLYNOMIAL 1: every second column by the polynomial."""
+    if POLYNOMIAL == 0:
+        return tl.exp2(x)
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    both = tl.join(tl.exp2(even), exp2_polynomial(odd))
+    return tl.reshape(both, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def absorb_rows(
+    score, value, top, total, out, change, TAU: tl.constexpr, POLYNOMIAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys of the softmax over rows, the probabilities in the values' type.
+
+    score: float32 [R, T], -inf where unseen; value: [T, D]; change: what ``out`` is multiplied by anyway.
+    TAU > 0: the maximum, and with it ``out``, stays until a score exceeds it by TAU: probabilities reach
+    2^TAU, which 16 bits hold (8-bit ones would saturate).
+    """
+    new_top = tl.maximum(top, tl.max(score, 1))
+    if TAU > 0:
+        new_top = tl.where(new_top - top > TAU, new_top, top)
+    weight = probabilities(score - new_top[:, None], POLYNOMIAL)
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weight, 1)
+    if TAU > 0:
+        if (tl.max((new_top > top).to(tl.int32), 0) > 0) | (change != 1.0):
+            out = out * (shrink * change)[:, None]
+        out = tl.dot(weight.to(value.dtype), value, out, input_precision=PRECISION)
+    else:
+        out = out * (shrink * change)[:, None]
+        out = tl.dot(weight.to(value.dtype), value, out, input_precision=PRECISION)
+    return new_top, total, out
+
+
+@triton.jit
+def first_sums(sink, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2: tl.constexpr):
+    """(maximum, sum) of each row before any key: nothing, or the sink alone."""
+    if HAS_SINKS:
+        return tl.zeros((ROWS,), tl.float32) + tl.load(sink) * LOG2, tl.full((ROWS,), 1.0, tl.float32)
+    return tl.full((ROWS,), NOTHING, tl.float32), tl.zeros((ROWS,), tl.float32)
+
+
+@triton.jit
+def tile_of(query_start, context_lens, num_sequences, pid, ROWS: tl.constexpr):
+    """Which rows program ``pid`` takes: (sequence or -1, number of the tile).
+
+    Tiles are ROWS consecutive positions, aligned to multiples of ROWS, so that a tile's pages do not
+    depend on how a prompt was cut. Later tiles, which see more keys, come first.
+    """
+    tiles = pid * 0
+    sequence, tile = tiles - 1, tiles
+    for s in range(0, num_sequences):
+        rows = tl.load(query_start + s + 1) - tl.load(query_start + s)
+        context = tl.load(context_lens + s)
+        first = (context - rows) // ROWS
+        count = tl.where(rows > 0, (context - 1) // ROWS - first + 1, 0)
+        if (pid >= tiles) & (pid < tiles + count):
+            sequence = s
+            tile = first + count - 1 - (pid - tiles)
+        tiles += count
+    return sequence, tile
+
+
+@triton.jit
 def part_size(units, MIN_PART: tl.constexpr, PARTS: tl.constexpr):
     """Units of a part: MIN_PART times a power of two, so that there are at most PARTS parts."""
     size = units * 0 + MIN_PART

@@ -8,6 +8,7 @@ from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
 from headrace.ops.triton.sealed_append import sealed_append
 from headrace.ops.triton.sealed_decode import sealed_attention_decode
+from headrace.ops.triton.sealed_prefill import sealed_attention_prefill
 
 # float32 element by element; exp and rsqrt of the GPU err by a few units in the last place.
 _ELEMENT = 3e-6
@@ -28,6 +29,7 @@ OPS: tuple[Op, ...] = (
     Op("attention_prefill", "triton", attention_prefill, _ATTENTION),
     Op("attention_decode", "triton", attention_decode, _ATTENTION),
     Op("sealed_append", "triton", sealed_append, 0.0),
+    Op("sealed_attention_prefill", "triton", sealed_attention_prefill, _ATTENTION),
     Op("sealed_attention_decode", "triton", sealed_attention_decode, _ATTENTION),
     Op("router_topk", "triton", router.router_topk, _ELEMENT),
     Op("moe", "triton", mixture.moe, 2 * _PRODUCT),
