@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from headrace.core.errors import ConfigError, InternalError, MachineError
 STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
 # Compute capabilities that Triton's kernels here are compiled for: Ampere to Blackwell.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+_LAUNCH = ("num_warps", "num_stages", "maxnreg")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def kernel_names() -> tuple[str, ...]:
 def lower(name: str, arch: str, **constants: Any) -> Lowered:
     """Compile a kernel with the operands of a typical call; ``constants`` replace some of them.
 
-    ``num_warps`` and ``num_stages`` among them are those of the launch.
+    ``num_warps``, ``num_stages`` and ``maxnreg`` among them are those of the launch.
 
     Raises:
         ConfigError: there is no such kernel or architecture.
@@ -62,17 +65,15 @@ def lower(name: str, arch: str, **constants: Any) -> Lowered:
             f"--arch is {arch!r}; supported: {', '.join(ARCHITECTURES)}", param="--arch"
         )
     example = examples[name]
-    maxnreg = constants.pop("maxnreg", None)
-    launch = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
-    example = replace(example, constants={**example.constants, **constants}, **launch)
+    launch = {"num_warps": example.num_warps, "num_stages": example.num_stages}
+    launch |= {k: constants.pop(k) for k in _LAUNCH if k in constants}
+    example = replace(example, constants={**example.constants, **constants})
     capability = int(arch.removeprefix("sm_"))
     triton: Any = importlib.import_module("triton")
     target: Any = importlib.import_module("triton.backends.compiler").GPUTarget
-    options = {"num_warps": example.num_warps, "num_stages": example.num_stages}
-    if maxnreg: options["maxnreg"] = maxnreg
     try:
         made = triton.compile(
-            example.source(capability), target=target("cuda", capability, 32), options=options
+            example.source(capability), target=target("cuda", capability, 32), options=launch
         )
     except Exception as error:
         raise MachineError(
@@ -116,30 +117,34 @@ def _tool(triton: Any, name: str, flags: tuple[str, ...], cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class LoopCount:
-    """Instructions of a kernel's largest loop, by name, each once however often the loop runs."""
+    """The instructions of a loop that holds no other one, by name, each once however often it runs."""
 
     total: int
     by_name: dict[str, int]
 
+    @property
+    def num_products(self) -> int:
+        """Matrix instructions."""
+        return sum(self.by_name.get(name, 0) for name in _PRODUCTS)
 
-def count_loop(sass: str, inner: bool = True) -> LoopCount:
-    """Count the instructions of the largest loop in SASS; ``inner``: that holds no other loop."""
-    import re
 
-    line = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-    code = [(int(a, 16), op, rest) for a, op, rest in line.findall(sass)]
-    label = re.compile(r"^(\.L_x_\d+):\s*\n(?:\s*\.[^\n]*\n)*\s*/\*([0-9a-f]{4,})\*/", re.M)
-    labels = {m.group(1): int(m.group(2), 16) for m in label.finditer(sass)}
+_PRODUCTS = ("HMMA", "HGMMA", "QMMA", "QGMMA", "OMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+):\s*\n(?:\s*\.[^\n]*\n)*\s*/\*([0-9a-f]{4,})\*/", re.M)
+
+
+def count_loops(sass: str) -> list[LoopCount]:
+    """The innermost loops of a kernel's SASS that multiply matrices, in order."""
+    code = [(int(at, 16), name, rest) for at, name, rest in _LINE.findall(sass)]
+    labels = {m.group(1): int(m.group(2), 16) for m in _LABEL.finditer(sass)}
     loops: list[tuple[int, int]] = []
-    for at, op, rest in code:
-        target = re.search(r"\.L_x_\d+", rest) if op.startswith("BRA") else None
+    for at, name, rest in code:
+        target = re.search(r"\.L_x_\d+", rest) if name.startswith("BRA") else None
         if target is not None and labels.get(target.group(0), at + 1) < at:
             loops.append((labels[target.group(0)], at))
-    if inner:
-        loops = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    start, stop = max(loops, key=lambda span: span[1] - span[0], default=(0, -1))
-    names: dict[str, int] = {}
-    for at, op, _ in code:
-        if start <= at <= stop:
-            names[op.split(".")[0]] = names.get(op.split(".")[0], 0) + 1
-    return LoopCount(sum(names.values()), names)
+    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+    counts: list[LoopCount] = []
+    for start, stop in inner:
+        names = Counter(name.split(".")[0] for at, name, _ in code if start <= at <= stop)
+        counts.append(LoopCount(names.total(), dict(names)))
+    return [count for count in counts if count.num_products]

@@ -16,9 +16,8 @@ LOG2_E = 1.4426950408889634
 # The running maximum before anything was seen. Finite, so that a tile of which a row sees nothing adds
 # exp2(-inf + 1e30) = 0, not NaN.
 NOTHING = tl.constexpr(-1.0e30)
-# 2^f on [0, 1) by a cubic: maximum relative error 8.8e-5 (tests/unit/ops/test_exp2_polynomial.py), below
-# half a unit of a bfloat16 probability (2^-9 = 2e-3). Coefficients: FlashAttention-4, table of Cody-Waite
-# reduction with degree 3; refitted by minimax over [0, 1).
+# 2^f on [0, 1) by a cubic, the coefficients of FlashAttention-4 (2025): maximum relative error 8.8e-5
+# (tests/unit/ops/test_exp2_polynomial.py), far below half a unit of a bfloat16 probability, 2^-9.
 POLY_0, POLY_1 = tl.constexpr(1.0), tl.constexpr(0.69514614)
 POLY_2, POLY_3 = tl.constexpr(0.22756439), tl.constexpr(0.07711909)
 
@@ -27,11 +26,13 @@ POLY_2, POLY_3 = tl.constexpr(0.22756439), tl.constexpr(0.07711909)
 def exp2_polynomial(x):
     """2^x for x <= 0 in float32 with the fused multiply-adds of the ordinary pipes, not exp2's."""
     x = tl.maximum(x, -126.0)
-    # Adding 1.5 * 2^23 leaves the nearest integer in the low bits; half is taken off to round down.
-    whole = tl.floor(x)
-    f = x - whole
+    # A float32 near 1.5 * 2^23 has no fraction: adding it rounds, and leaves the integer in the low bits.
+    # Half is taken off before, so that it rounds down; neither step uses the units of exp2.
+    shifted = (x - 0.5) + 12582912.0
+    f = x - (shifted - 12582912.0)
     p = ((POLY_3 * f + POLY_2) * f + POLY_1) * f + POLY_0
-    return (p.to(tl.int32, bitcast=True) + (whole.to(tl.int32) << 23)).to(tl.float32, bitcast=True)
+    exponent = shifted.to(tl.int32, bitcast=True) << 23
+    return (p.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
 
 
 @triton.jit
