@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from headrace.core.errors import ConfigError, InternalError, MachineError
 STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
 # Compute capabilities that Triton's kernels here are compiled for: Ampere to Blackwell.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+_ERROR_CHARACTERS = 600  # of a compiler's message, which may hold the whole program
 _LAUNCH = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -72,12 +75,14 @@ def lower(name: str, arch: str, **constants: Any) -> Lowered:
     triton: Any = importlib.import_module("triton")
     target: Any = importlib.import_module("triton.backends.compiler").GPUTarget
     try:
-        made = triton.compile(
-            example.source(capability), target=target("cuda", capability, 32), options=launch
-        )
+        with redirect_stdout(io.StringIO()):  # it prints whole programs that its assembler refuses
+            made = triton.compile(
+                example.source(capability), target=target("cuda", capability, 32), options=launch
+            )
     except Exception as error:
+        reason = str(error)[:_ERROR_CHARACTERS]
         raise MachineError(
-            f"Triton {triton.__version__} cannot compile {name} for {arch}: {error}",
+            f"Triton {triton.__version__} cannot compile {name} for {arch}: {reason}",
             hint="other architectures may do: --arch sm_90",
         ) from error
     texts = {stage: str(made.asm[stage]) for stage in STAGES if stage in made.asm}

@@ -30,8 +30,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def unpack_instructions() -> int:
-    """``UNPACK`` of ``headrace.ops.triton.lowbit`` for the current device."""
-    if interpreted() or torch.cuda.get_device_capability() < (9, 0):
-        return 0
-    return 1
+def unpack_instructions(capability: tuple[int, int] | None = None) -> int:
+    """``UNPACK`` of ``headrace.ops.triton.lowbit``; ``capability``: of the current device if None."""
+    if capability is None:
+        if interpreted():
+            return 0
+        capability = torch.cuda.get_device_capability()
+    return 1 if capability >= (8, 9) else 2

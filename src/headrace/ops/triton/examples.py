@@ -17,6 +17,7 @@ from headrace.ops.triton import (
     sealed_decode,
     sealed_prefill,
 )
+from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.softmax import LOG2_E
 
 # Types by argument name; what is not named is a float32 tensor.
@@ -41,9 +42,9 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Example:
-    """``kernel`` with compile-time ``constants``; ``changes``: other types than ``TYPES`` has.
+    """``kernel`` with compile-time ``constants``, to which the architecture's ``UNPACK`` is added.
 
-    unpack: whether ``UNPACK`` is set by the architecture
+    changes: other types than ``TYPES`` has
     """
 
     kernel: Any
@@ -59,7 +60,7 @@ class Example:
         names = self.kernel.arg_names
         constants = dict(self.constants)
         if "UNPACK" in names:
-            constants.setdefault("UNPACK", 1 if capability >= 90 else 0)
+            constants.setdefault("UNPACK", unpack_instructions(divmod(capability, 10)))
         types = {
             name: "constexpr" if name in constants else {**TYPES, **self.changes}.get(name, "*fp32")
             for name in names

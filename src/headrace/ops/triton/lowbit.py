@@ -3,8 +3,10 @@
 Every function has one meaning and up to two bodies: plain Triton, which runs everywhere (and in the
 interpreter), and the instructions that a GPU may have. ``UNPACK`` chooses (``tuning.unpack_of``):
 
-    UNPACK = 0   integers only: GPUs before sm_90, and the interpreter
-    UNPACK = 1   ``cvt.rn.f16x2.e4m3x2`` reads E4M3, and E2M1 after its bits are put where E4M3 has them
+    UNPACK = 0   plain Triton: the interpreter
+    UNPACK = 1   sm_89 and later: ``cvt.rn.f16x2.e4m3x2`` reads E4M3, and E2M1 once its bits are put where
+                 E4M3 has them
+    UNPACK = 2   sm_80 to sm_88: bits are put where float16 has them, two numbers at a time
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
@@ -24,7 +26,33 @@ def e4m3_to_f16(code, UNPACK: tl.constexpr):
     times 2^-8, subnormals included, since both biases belong to the exponent's least bit.
     """
     if UNPACK == 1:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b16 x, y;
+            mov.b32 {x, y}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, x;
+            cvt.rn.f16x2.e4m3x2 $1, y;
+            }""",
+            constraints="=&r,=&r,r", args=[code], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    if UNPACK == 2:
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 a, b, c, m;
+            mov.b32 m, 0x5C005C00;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.u32 c, a, 1;
+            and.b32 c, c, 0x3F803F80;
+            lop3.b32 a, a, 0x80008000, c, 0xEA;
+            mul.f16x2 $0, a, m;
+            shr.u32 c, b, 1;
+            and.b32 c, c, 0x3F803F80;
+            lop3.b32 b, b, 0x80008000, c, 0xEA;
+            mul.f16x2 $1, b, m;
+            }""",
+            constraints="=&r,=&r,r", args=[code], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
     wide = code.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True) * 256.0
@@ -76,13 +104,37 @@ def nvfp4_to_f16(code, scale, UNPACK: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $2, x;
             cvt.rn.f16x2.e4m3x2 $3, y;
             }""",
-            constraints="=r,=r,=r,=r,r",
-            args=[code],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
+            constraints="=&r,=&r,=&r,=&r,r", args=[code], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
         scale = scale * 0.00390625  # 2^-8: 2^-6 is made up, 2^-14 is what the caller expects
+        return low * scale, high * scale
+    if UNPACK == 2:
+        low, high = tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shl.b32 c, a, 9;
+            and.b32 c, c, 0x0E000E00;
+            shl.b32 d, a, 12;
+            lop3.b32 $0, d, 0x80008000, c, 0xEA;
+            shl.b32 c, b, 9;
+            and.b32 c, c, 0x0E000E00;
+            shl.b32 d, b, 12;
+            lop3.b32 $1, d, 0x80008000, c, 0xEA;
+            shl.b32 c, a, 5;
+            and.b32 c, c, 0x0E000E00;
+            shl.b32 d, a, 8;
+            lop3.b32 $2, d, 0x80008000, c, 0xEA;
+            shl.b32 c, b, 5;
+            and.b32 c, c, 0x0E000E00;
+            shl.b32 d, b, 8;
+            lop3.b32 $3, d, 0x80008000, c, 0xEA;
+            }""",
+            constraints="=&r,=&r,=&r,=&r,r", args=[code], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
         return low * scale, high * scale
     wide = code.to(tl.uint16)
     return _nibble(wide) * scale, _nibble(wide >> 4) * scale
