@@ -11,11 +11,23 @@ import sys
 from collections.abc import Sequence
 
 from headrace import __version__
-from headrace.cli import bench, chat, demo, doctor, explain, flops, models, plan, run, serve
+from headrace.cli import (
+    bench,
+    chat,
+    demo,
+    doctor,
+    explain,
+    flops,
+    kernels,
+    models,
+    plan,
+    run,
+    serve,
+)
 from headrace.cli.flags import Parser
 from headrace.cli.reporting import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, prepare_streams, report
 
-COMMANDS = (run, chat, serve, models, plan, explain, doctor, bench, demo, flops)
+COMMANDS = (run, chat, serve, models, plan, explain, doctor, bench, demo, flops, kernels)
 EPILOG = """\
 MODEL is a folder with config.json and safetensors, a .gguf file, a hub id (owner/name) or an alias
 such as tiny (built in) or smollm2. Answers go to standard output; progress and messages to standard

@@ -39,6 +39,19 @@ class Lowered:
     registers: int
     stack_nbytes: int
 
+    @property
+    def matrix_instructions(self) -> tuple[str, ...]:
+        """The matrix instructions of its PTX, each once, sorted."""
+        return tuple(sorted(set(_MATRIX.findall(self.texts["ptx"]))))
+
+    @property
+    def loops(self) -> list[LoopCount]:
+        """Its loops that multiply matrices."""
+        return count_loops(self.texts["sass"])
+
+
+_MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[a-z0-9_.:]+")
+
 
 def kernel_names() -> tuple[str, ...]:
     """The kernels that can be shown.
