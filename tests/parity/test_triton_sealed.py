@@ -67,28 +67,47 @@ def close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     assert bool((error <= limit).all()), float((error / limit).max())
 
 
-HEADS = [(4, 2), (5, 1), (2, 2)]
+DECODING = [
+    # (heads, key heads), (head dim, page), window
+    ((4, 2), (64, 16), None),
+    ((5, 1), (32, 32), 20),
+    ((2, 2), (48, 16), 70),
+]
 
 
 @pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
-@pytest.mark.parametrize(("dim", "page", "window"), [(64, 16, None), (32, 32, 20), (48, 16, 70)])
-def test_decode_over_sealed_pages(kv_format, rank, dim, page, window):
+@pytest.mark.parametrize(("heads", "shape", "window"), DECODING)
+def test_decode_over_sealed_pages(kv_format, rank, heads, shape, window):
     """First tokens, own pages of one row and of all, windows within a page and over several."""
-    tokens = [1, page, page + 1, 5 * page + 3, 18, 4 * page]
-    for seed, (heads, kv_heads) in enumerate(HEADS):
-        case = sealed_case(
-            kv_format, tokens, kv_heads=kv_heads, dim=dim, page=page, rank=rank, seed=seed
-        )
-        case.fill(tokens)
-        rng = np.random.default_rng(seed)
-        q = torch.from_numpy(rng.normal(size=(len(tokens), heads, dim)).astype(np.float32))
-        spans = [(s, n - 1, n) for s, n in enumerate(tokens)]
+    (num_heads, kv_heads), (dim, page) = heads, shape
+    tokens = [1, page + 1, 5 * page + 3, 18, 4 * page]
+    case = sealed_case(kv_format, tokens, kv_heads=kv_heads, dim=dim, page=page, rank=rank)
+    case.fill(tokens)
+    rng = np.random.default_rng(dim)
+    q = torch.from_numpy(rng.normal(size=(len(tokens), num_heads, dim)).astype(np.float32))
+    sinks = torch.from_numpy(rng.normal(size=num_heads).astype(np.float32)) if rank else None
+    spans = [(s, n - 1, n) for s, n in enumerate(tokens)]
+    cache, batch = moved((case.cache, case.batch(spans)), DEVICE)
+    args = (q.to(DEVICE), cache, batch, dim**-0.5, window, moved(sinks, DEVICE))
+    found = OPS.sealed_attention_decode(*args)
+    close("sealed_attention_decode", found, expected_rows(case, q, spans, dim, window, sinks))
+    alone = case.batch(spans[2:3])
+    args = (q[2:3].to(DEVICE), cache, moved(alone, DEVICE), *args[3:])
+    assert torch.equal(OPS.sealed_attention_decode(*args)[0], found[2])  # whoever else is there
+
+
+@pytest.mark.parametrize(("kv_format", "rank"), [("fp8", 0), ("nvfp4k-fp8v", 4)])
+def test_decode_of_many_parts_merges_them(kv_format, rank):
+    """More pages than parts can take one each, and parts that start after the first page."""
+    tokens = [70 * 16 + 5, 33 * 16]
+    case = sealed_case(kv_format, tokens, kv_heads=1, dim=16, page=16, rank=rank)
+    case.fill(tokens)
+    q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0))
+    spans = [(s, n - 1, n) for s, n in enumerate(tokens)]
+    for window in (None, 700):
         cache, batch = moved((case.cache, case.batch(spans)), DEVICE)
-        for sinks in (None, torch.from_numpy(rng.normal(size=heads).astype(np.float32))):
-            args = (q.to(DEVICE), cache, batch, dim**-0.5, window, moved(sinks, DEVICE))
-            found = OPS.sealed_attention_decode(*args)
-            expected = expected_rows(case, q, spans, dim, window, sinks)
-            close("sealed_attention_decode", found, expected)
+        found = OPS.sealed_attention_decode(q.to(DEVICE), cache, batch, 0.25, window, None)
+        close("sealed_attention_decode", found, expected_rows(case, q, spans, 16, window, None))
 
 
 @pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
@@ -108,3 +127,67 @@ def test_prefill_over_sealed_pages(kv_format, rank, dim, page, window):
     found = OPS.sealed_attention_prefill(*args)
     close("sealed_attention_prefill", found, expected_rows(case, q, spans, dim, window, sinks))
     assert torch.equal(OPS.sealed_attention_prefill(*args), found)
+
+
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+REAL = [((32, 8), (128, 64)), ((64, 8), (64, 64)), ((4, 1), (256, 64)), ((9, 3), (64, 128))]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
+@pytest.mark.parametrize(("heads", "shape"), REAL)
+@pytest.mark.parametrize("window", [None, 512])
+def test_sealed_attention_at_real_sizes(kv_format, rank, heads, shape, window):
+    (num_heads, kv_heads), (dim, page) = heads, shape
+    spans = [(0, 4600, 5000), (1, 0, 1023), (2, 16, 17), (3, 2047, 2048)]
+    tokens = [end for _, _, end in spans]
+    case = sealed_case(kv_format, tokens, kv_heads=kv_heads, dim=dim, page=page, rank=rank)
+    found = case.copy()
+    found.cache = moved(found.cache, DEVICE)
+    whole = [(s, 0, n) for s, n in enumerate(tokens)]
+    case.fill(tokens)
+    OPS.sealed_append(
+        *moved(case.rows(whole), DEVICE), found.cache, moved(case.batch(whole), DEVICE)
+    )
+    same_bytes(found, case)
+    rng = np.random.default_rng(14)
+    for name, rows in (
+        ("sealed_attention_prefill", spans),
+        ("sealed_attention_decode", [(s, n - 1, n) for s, n in enumerate(tokens)]),
+    ):
+        batch = case.batch(rows)
+        q = torch.from_numpy(rng.normal(size=(len(batch.positions), num_heads, dim))).float()
+        sinks = torch.from_numpy(rng.normal(size=num_heads)).float()
+        args = (
+            q.to(DEVICE),
+            found.cache,
+            moved(batch, DEVICE),
+            dim**-0.5,
+            window,
+            sinks.to(DEVICE),
+        )
+        out = getattr(OPS, name)(*args)
+        close(name, out, expected_rows(case, q, rows, dim, window, sinks))
+        assert torch.equal(getattr(OPS, name)(*args), out)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("change", [{"tau": 8}, {"polynomial": 1}, {"tau": 8, "polynomial": 1}])
+def test_tuned_softmax_is_within_tolerance(change, monkeypatch):
+    """Lazy rescaling and the polynomial, whether the table has them on or not."""
+    from dataclasses import replace
+
+    from headrace.ops.triton import tuning
+
+    key = (tuning.capability(DEVICE), "sealed")
+    row = tuning.PREFILL.get(key, tuning.PREFILL[((0, 0), "sealed")])
+    monkeypatch.setitem(tuning.PREFILL, key, replace(row, **change))
+    case = sealed_case("nvfp4k-fp8v", [3000], kv_heads=2, dim=128, page=64, rank=4)
+    case.fill([3000])
+    spans = [(0, 2000, 3000)]
+    q = 3 * torch.randn(1000, 8, 128, generator=torch.Generator().manual_seed(2))
+    cache, batch = moved((case.cache, case.batch(spans)), DEVICE)
+    found = OPS.sealed_attention_prefill(q.to(DEVICE), cache, batch, 128**-0.5, None, None)
+    close("sealed_attention_prefill", found, expected_rows(case, q, spans, 128, None, None))

@@ -24,9 +24,7 @@ def add_parser(commands: Commands) -> None:
     show.add_argument(
         "--arch", choices=ARCHITECTURES, default="sm_90", help="the architecture (default: sm_90)"
     )
-    show.add_argument(
-        "--stage", choices=STAGES, default="ptx", help="what to print (default: ptx)"
-    )
+    show.add_argument("--stage", choices=STAGES, default="ptx", help="what to print (default: ptx)")
     show.add_argument(
         "--summary",
         action="store_true",

@@ -42,7 +42,7 @@ class Lowered:
     @property
     def matrix_instructions(self) -> tuple[str, ...]:
         """The matrix instructions of its PTX, each once, sorted."""
-        return tuple(sorted(set(_MATRIX.findall(self.texts["ptx"]))))
+        return matrix_instructions(self.texts["ptx"])
 
     @property
     def loops(self) -> list[LoopCount]:
@@ -50,7 +50,12 @@ class Lowered:
         return count_loops(self.texts["sass"])
 
 
-_MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[a-z0-9_.:]+")
+_MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[a-zA-Z0-9_.:]+")
+
+
+def matrix_instructions(ptx: str) -> tuple[str, ...]:
+    """The matrix instructions of a program in PTX, each once, sorted."""
+    return tuple(sorted(set(_MATRIX.findall(ptx))))
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -127,7 +132,9 @@ def _tool(triton: Any, name: str, flags: tuple[str, ...], cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([path, *flags, file.name], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [path, *flags, file.name], capture_output=True, text=True, check=False
+        )
     if done.returncode:
         raise InternalError(f"{name} failed on a compiled kernel: {done.stderr[-500:]}")
     return done.stdout

@@ -108,7 +108,7 @@ def seal_kernel(
         tl.store(page_scales + 2 * at + 1, value_scale)
         if NVFP4:
             live = t >= tl.where(page == 0, FIRST, 0)
-            if FIRST > 0:
+            if FIRST > 0:  # noqa: SIM102 (known when compiling)
                 if page == 0:
                     at_first = (at * FIRST + t)[:, None] * dim + i[None, :]
                     kept = every & (t < FIRST)[:, None]
@@ -123,7 +123,9 @@ def seal_kernel(
             codes = _group_steps(low, high, PAGE, HALF)
             j = tl.arange(0, HALF // 8)
             at_scale = (at * PAGE + t)[:, None] * (dim // 16) + j[None, :]
-            tl.store(key_scales + at_scale, codes, mask=(j < dim // 16)[None, :] & (t >= 0)[:, None])
+            tl.store(
+                key_scales + at_scale, codes, mask=(j < dim // 16)[None, :] & (t >= 0)[:, None]
+            )
             step = tl.broadcast_to(scale_to_f32(codes)[:, :, None], (PAGE, HALF // 8, 8))
             step = tl.reshape(step, (PAGE, HALF))
             code_low, code_high = e2m1_codes(low, step), e2m1_codes(high, step)
@@ -138,7 +140,9 @@ def seal_kernel(
                     u_low = tl.load(along, mask=i < half, other=0.0).to(tl.float64)
                     u_high = tl.load(along + half, mask=i < half, other=0.0).to(tl.float64)
                     e = tl.sum(left_low * u_low[None, :] + left_high * u_high[None, :], 1) / UNIT
-                    tl.store(key_residuals + (at * PAGE + t) * RANK + r, e4m3_codes(e.to(tl.float32)))
+                    tl.store(
+                        key_residuals + (at * PAGE + t) * RANK + r, e4m3_codes(e.to(tl.float32))
+                    )
         else:
             low, high = key_low.to(tl.float32), key_high.to(tl.float32)
             amax = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
@@ -158,13 +162,9 @@ def sealed_append(k: torch.Tensor, v: torch.Tensor, cache: SealedKV, batch: Atte
     k, v = k.contiguous(), v.contiguous()
     _, heads, dim = k.shape
     sequences, width = where.pages.shape
-    nothing = cache.page_scales  # stands for parts that the format does not have; never read
     seal_kernel[(sequences * width, heads)](
         k, v, cache.open_keys, cache.open_values, batch.query_start, batch.context_lens,
-        batch.block_tables, where.pages, cache.key_codes,
-        *(nothing if part is None else part for part in (cache.key_scales, cache.key_residuals, cache.key_refs)),
-        cache.value_codes, cache.page_scales,
-        *(nothing if part is None else part for part in (cache.first_keys, cache.directions)),
+        batch.block_tables, where.pages, *parts_of(cache),
         width, heads, dim, batch.block_tables.stride(0), where.pages.stride(0),
         cache.num_shared, cache.open_offset,
         NVFP4=cache.key_scales is not None, RANK=cache.rank,
@@ -182,3 +182,13 @@ def open_of(batch: AttentionBatch) -> OpenBatch:
     if batch.open is None:
         raise InternalError("a batch over sealed pages does not say where its open pages are")
     return batch.open
+
+
+def parts_of(cache: SealedKV) -> tuple[torch.Tensor, ...]:
+    """The cache's pages in the kernels' order; parts that the format has not are stood for by others."""
+    nothing = cache.page_scales  # never read
+    parts = (
+        cache.key_codes, cache.key_scales, cache.key_residuals, cache.key_refs,
+        cache.value_codes, cache.page_scales, cache.first_keys, cache.directions,
+    )  # fmt: skip
+    return tuple(nothing if part is None else part for part in parts)

@@ -27,7 +27,7 @@ from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
-from headrace.ops.triton.sealed_append import open_of
+from headrace.ops.triton.sealed_append import open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
@@ -131,10 +131,10 @@ def sealed_part_kernel(
         known = (e < RANK)[:, None] & (i < half)[None, :]
         along = directions + (kv_head * RANK + e)[:, None] * DIM + i[None, :]
         turned = tl.dot(tl.load(along, mask=known, other=0.0).to(tl.float16), low16)
-        turned = tl.dot(
-            tl.load(along + half, mask=known, other=0.0).to(tl.float16), high16, turned
-        )
-        turned16 = (turned * 0.125).to(tl.float16)  # residuals are in units of 16 g, scores of 128 g
+        turned = tl.dot(tl.load(along + half, mask=known, other=0.0).to(tl.float16), high16, turned)
+        turned16 = (turned * 0.125).to(
+            tl.float16
+        )  # residuals are in units of 16 g, scores of 128 g
     # Places within a page; pages lie at 64-bit offsets, which are added once for all threads.
     in_key = t[:, None] * (half if NVFP4 else DIM) + i[None, :]
     in_step = t[:, None] * (DIM // 16) + j[None, :]
@@ -158,7 +158,7 @@ def sealed_part_kernel(
         total = tl.zeros((GROUP,), tl.float32)
         out = tl.zeros((2 * HALF, GROUP), tl.float32)
         unit = 1.0  # the value scale that ``out`` is in units of
-        if FIRST > 0:
+        if FIRST > 0:  # noqa: SIM102 (known when compiling)
             if (start == 0) & (end > 0):
                 block = tl.load(table).to(tl.int64) * kv_heads + kv_head
                 top, total, out = first_rows(
@@ -200,7 +200,7 @@ def sealed_part_kernel(
             unit = new_unit
         total += tl.sum(sums_of, 0)
         out = out * unit
-        if end == own_page:
+        if start + size > own_page:
             slot = tl.load(open_pages + sequence * stride_pages)
             slot += tl.where(slot >= num_shared, open_offset, 0)
             at = (slot.to(tl.int64) * kv_heads + kv_head) * (PAGE * DIM)
@@ -267,12 +267,8 @@ def sealed_attention_decode(
     nvfp4 = cache.key_scales is not None
     shifts = torch.empty(rows * kv_heads * max_pages * width if nvfp4 else 1, device=q.device)
     tuned = decode_tuning(q.device, dim, sealed=True)
-    nothing = cache.page_scales  # stands for parts that the format does not have; never read
     sealed_part_kernel[(rows, kv_heads, programs)](
-        q, cache.key_codes,
-        *(nothing if p is None else p for p in (cache.key_scales, cache.key_residuals, cache.key_refs)),
-        cache.value_codes, cache.page_scales,
-        *(nothing if p is None else p for p in (cache.first_keys, cache.directions)),
+        q, *parts_of(cache),
         cache.open_keys, cache.open_values, batch.block_tables, where.pages, batch.context_lens,
         shifts, sums, mixed, scale * LOG2_E, seen, heads, group, max_pages,
         batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,

@@ -21,7 +21,7 @@ from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
-from headrace.ops.triton.sealed_append import open_of
+from headrace.ops.triton.sealed_append import open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, absorb_rows, fetch, first_sums, tile_of
 from headrace.ops.triton.tuning import prefill_tuning
 
@@ -48,9 +48,7 @@ def sealed_scores(
         )  # fmt: skip
         ref_low = fetch(key_refs + i, i < half, padded).to(tl.float16)
         ref_high = fetch(key_refs + half + i, i < half, padded).to(tl.float16)
-        key_low, key_high = nvfp4_to_f16(
-            code, spread(scale_to_f16(step), PAGE, HALF // 8), UNPACK
-        )
+        key_low, key_high = nvfp4_to_f16(code, spread(scale_to_f16(step), PAGE, HALF // 8), UNPACK)
         unit = (g * 128.0).to(tl.float16)
         key_low = key_low * unit + ref_low[None, :]
         key_high = key_high * unit + ref_high[None, :]
@@ -124,7 +122,7 @@ def sealed_prefill_kernel(
     page_begin = 0
     if HAS_WINDOW:
         page_begin = tl.maximum(tl.maximum(tile * ROWS, start) - window + 1, 0) // PAGE
-    if FIRST > 0:
+    if FIRST > 0:  # noqa: SIM102 (known when compiling)
         if (page_begin == 0) & (own_last > 0):
             block = tl.load(table).to(tl.int64) * kv_heads + kv_head
             f = tl.arange(0, FIRST)
@@ -135,7 +133,9 @@ def sealed_prefill_kernel(
             key = tl.load(at + half, mask=inside, other=0.0).to(tl.float16)
             score = tl.dot(high, tl.trans(key), score)
             seen = (position // PAGE > 0)[:, None] & (position[:, None] - f[None, :] < window)
-            value = sealed_values(value_codes + block * (DIM * PAGE), PAGE, DIM, HALF, FIRST, UNPACK)
+            value = sealed_values(
+                value_codes + block * (DIM * PAGE), PAGE, DIM, HALF, FIRST, UNPACK
+            )
             top, total, mixed = absorb_rows(
                 tl.where(seen, score, float("-inf")), value, top, total, mixed, 1.0, 0, 0, "ieee"
             )
@@ -211,12 +211,8 @@ def sealed_attention_prefill(
     tuned = prefill_tuning(q.device, dim, sealed=True)
     # Tiles are aligned to positions: a sequence may have one more at each end than its rows fill.
     grid = (heads, rows // tuned.rows + 2 * num_sequences)
-    nothing = cache.page_scales  # stands for parts that the format does not have; never read
     sealed_prefill_kernel[grid](
-        q, cache.key_codes,
-        *(nothing if p is None else p for p in (cache.key_scales, cache.key_residuals, cache.key_refs)),
-        cache.value_codes, cache.page_scales,
-        *(nothing if p is None else p for p in (cache.first_keys, cache.directions)),
+        q, *parts_of(cache),
         cache.open_keys, cache.open_values, batch.block_tables, where.pages,
         batch.query_start, batch.context_lens, q if sinks is None else sinks, out,
         scale * LOG2_E, window or 2**30, num_sequences, heads // cache.key_codes.shape[1],

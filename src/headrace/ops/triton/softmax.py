@@ -91,7 +91,9 @@ def absorb_rows(
 def first_sums(sink, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2: tl.constexpr):
     """(maximum, sum) of each row before any key: nothing, or the sink alone."""
     if HAS_SINKS:
-        return tl.zeros((ROWS,), tl.float32) + tl.load(sink) * LOG2, tl.full((ROWS,), 1.0, tl.float32)
+        return tl.zeros((ROWS,), tl.float32) + tl.load(sink) * LOG2, tl.full(
+            (ROWS,), 1.0, tl.float32
+        )
     return tl.full((ROWS,), NOTHING, tl.float32), tl.zeros((ROWS,), tl.float32)
 
 

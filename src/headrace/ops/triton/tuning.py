@@ -64,12 +64,20 @@ PREFILL: dict[tuple[tuple[int, int], str], PrefillTuning] = {
     ((9, 0), "sealed"): PrefillTuning(128, 0, 8, 2, 0, 0, NOT_MEASURED),
     ((0, 0), "plain"): PrefillTuning(64, 64, 4, 2, 0, 0, NOT_MEASURED),
     ((9, 0), "plain"): PrefillTuning(
-        128, 128, 8, 2, 0, 0, f"566 instructions for 128 keys instead of 848 in two tiles; {NOT_MEASURED}"
+        128,
+        128,
+        8,
+        2,
+        0,
+        0,
+        f"566 instructions for 128 keys instead of 848 in two tiles; {NOT_MEASURED}",
     ),
 }
 # Tiny programs for the interpreter, whose time goes with their number of operations.
 _INTERPRETED = PrefillTuning(32, 32, 4, 1, 0, 0, "for tests")
-_WIDE = 128  # heads above it have half as many rows or keys a program, for shared memory and registers
+_WIDE = (
+    128  # heads above it have half as many rows or keys a program, for shared memory and registers
+)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
