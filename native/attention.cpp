@@ -1,161 +1,23 @@
-// Paged attention. A key head's query heads go together, so that its keys and values are read once.
-//
-// Keys are taken in segments of kSegment at absolute positions, in ascending order; each segment is an
-// online softmax of its own and the segments are merged in order. Whether one thread does them in turn
-// or several side by side, a row's arithmetic is the same: it depends on its position alone.
-#include <cmath>
-#include <vector>
-
-#include "linear.h"
+// Attention over float32 and bf16 caches, whose tokens are stored one by one.
+#include "attention_run.h"
 
 namespace headrace {
 namespace {
 
-constexpr int64_t kSegment = 4 * kKeyTile;
-// Query rows (tokens x heads of a group) that share a pass over keys: about 64 KiB of state at 128
-// dimensions, which leaves L2 to the keys.
-constexpr int64_t kRowTile = 48;
-
-struct Task {
-  int64_t sequence, kv_head, first_row, rows;
-};
-
-struct State {
-  std::vector<float> peak, total, acc;
-  void reset(int64_t rows, int64_t head) {
-    peak.assign(static_cast<size_t>(rows), -INFINITY);
-    total.assign(static_cast<size_t>(rows), 0.0f);
-    acc.assign(static_cast<size_t>(rows * head), 0.0f);
-  }
-};
-
-// Everything one worker needs for one tile of rows; reused from task to task.
-struct Workspace {
-  std::vector<float> q, scores, keys, values;
-  std::vector<const float*> rows;
-  std::vector<int64_t> first, last;
-  State segment, total;
-  const float* key_at[kKeyTile];
-  const float* value_at[kKeyTile];
-};
-
-class Runner {
+class PlainSource {
  public:
-  Runner(const Attention& a, const Cache& c)
-      : a_(a), c_(c), k_(kernels()), group_(a.heads / c.heads), head_((c.head + 15) / 16 * 16),
-        workspaces_(static_cast<size_t>(Pool::instance().threads())) {}
-
-  void run() {
-    std::vector<Task> tasks;
-    int64_t work = 0, longest = 0;
-    const int64_t tokens = std::max<int64_t>(1, kRowTile / group_);
-    for (int64_t s = 0; s < a_.sequences; ++s) {
-      const int64_t r0 = a_.query_start[s], r1 = a_.query_start[s + 1];
-      // Late rows see the most keys: give them out first, so that no thread ends with a long one.
-      for (int64_t r = r1; r > r0;) {
-        const int64_t n = std::min(tokens, r - r0);
-        r -= n;
-        for (int64_t h = 0; h < c_.heads; ++h) tasks.push_back({s, h, r, n});
-        longest = std::max(longest, a_.positions[r + n - 1] / kSegment - first_key(r) / kSegment + 1);
-        work += n * a_.heads * (a_.positions[r + n - 1] - first_key(r) + 1) * c_.head;
-      }
-    }
-    const bool parallel = work > kSerialWork;
-    Pool& pool = Pool::instance();
-    const bool one_row_each = a_.query_start[a_.sequences] == a_.sequences;
-    if (one_row_each && longest > 1 && static_cast<int64_t>(tasks.size()) < 4 * pool.threads()) {
-      split_keys(tasks, longest, parallel);
-      return;
-    }
-    pool.run(static_cast<int64_t>(tasks.size()), parallel, [&](int64_t i, int worker) {
-      const Task& t = tasks[static_cast<size_t>(i)];
-      Workspace& w = workspaces_[static_cast<size_t>(worker)];
-      load_rows(t, w);
-      begin(t, w.total);
-      for (int64_t s = first_key(t.first_row) / kSegment; s <= a_.positions[t.first_row + t.rows - 1] / kSegment; ++s) {
-        w.segment.reset(t.rows * group_, head_);
-        attend_segment(t, s, w, w.segment);
-        merge(t, w.segment, w.total);
-      }
-      finish(t, w.total);
-    });
-  }
-
- private:
-  int64_t first_key(int64_t row) const {
-    return a_.window > 0 ? std::max<int64_t>(0, a_.positions[row] - a_.window + 1) : 0;
-  }
-
-  // Few long sequences of one row: segments go to different threads, and the caller merges them.
-  void split_keys(const std::vector<Task>& tasks, int64_t segments, bool parallel) {
-    std::vector<State> states(tasks.size() * static_cast<size_t>(segments));
-    Pool::instance().run(static_cast<int64_t>(states.size()), parallel, [&](int64_t i, int worker) {
-      const Task& t = tasks[static_cast<size_t>(i / segments)];
-      const int64_t s = first_key(t.first_row) / kSegment + i % segments;
-      State& state = states[static_cast<size_t>(i)];
-      state.reset(t.rows * group_, head_);
-      if (s > a_.positions[t.first_row] / kSegment) return;
-      Workspace& w = workspaces_[static_cast<size_t>(worker)];
-      load_rows(t, w);
-      attend_segment(t, s, w, state);
-    });
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      State& total = workspaces_[0].total;
-      begin(tasks[i], total);
-      for (int64_t s = 0; s < segments; ++s) merge(tasks[i], states[i * static_cast<size_t>(segments) + static_cast<size_t>(s)], total);
-      finish(tasks[i], total);
-    }
-  }
-
-  // A sink is a logit of the denominator only: the softmax starts from it.
-  void begin(const Task& t, State& total) const {
-    total.reset(t.rows * group_, head_);
-    if (a_.sinks == nullptr) return;
-    for (int64_t i = 0; i < t.rows * group_; ++i) {
-      total.peak[static_cast<size_t>(i)] = a_.sinks[t.kv_head * group_ + i % group_];
-      total.total[static_cast<size_t>(i)] = 1.0f;
-    }
-  }
-
-  void load_rows(const Task& t, Workspace& w) const {
-    const int64_t n = t.rows * group_;
-    w.q.assign(static_cast<size_t>(n * head_), 0.0f);
-    w.rows.resize(static_cast<size_t>(n));
-    w.first.resize(static_cast<size_t>(n));
-    w.last.resize(static_cast<size_t>(n));
-    w.scores.resize(static_cast<size_t>(n * kKeyTile));
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t row = t.first_row + i / group_, h = t.kv_head * group_ + i % group_;
-      const float* from = a_.q + (row * a_.heads + h) * c_.head;
-      float* to = &w.q[static_cast<size_t>(i * head_)];
-      for (int64_t d = 0; d < c_.head; ++d) to[d] = from[d] * a_.scale;
-      w.rows[static_cast<size_t>(i)] = to;
-      w.first[static_cast<size_t>(i)] = first_key(row);
-      w.last[static_cast<size_t>(i)] = a_.positions[row];
-    }
-  }
-
-  void attend_segment(const Task& t, int64_t segment, Workspace& w, State& state) const {
-    const int64_t first = first_key(t.first_row), last = a_.positions[t.first_row + t.rows - 1];
-    const int64_t end = std::min((segment + 1) * kSegment, last + 1);
-    const AttendRows rows{t.rows * group_, w.rows.data(), w.first.data(), w.last.data(), state.peak.data(),
-                          state.total.data(), state.acc.data(), w.scores.data()};
-    for (int64_t key = segment * kSegment; key < end; key += kKeyTile) {
-      if (key + kKeyTile <= first) continue;
-      const int64_t n = std::min(kKeyTile, end - key);
-      gather(t, key, n, w);
-      k_.attend_tile(rows, key, n, w.key_at, w.value_at, head_);
-    }
-  }
+  explicit PlainSource(const Cache& c) : heads(c.heads), head(c.head), c_(c) {}
+  int64_t rows_up_to(int64_t) const { return kRowTile; }
 
   // Pointers to float32 keys and values: into the cache, or into an expanded, padded copy.
-  void gather(const Task& t, int64_t key0, int64_t n, Workspace& w) const {
-    const bool copy = c_.bf16 || head_ != c_.head;
+  void gather(const Attention& a, const AttentionTask& t, int64_t key0, int64_t n, int64_t padded_head, AttentionWorkspace& w) const {
+    const Kernels& kernel = kernels();
+    const bool copy = c_.bf16 || padded_head != c_.head;
     if (copy) {
-      w.keys.assign(static_cast<size_t>(kKeyTile * head_), 0.0f);
-      w.values.assign(static_cast<size_t>(kKeyTile * head_), 0.0f);
+      w.keys.assign(static_cast<size_t>(kKeyTile * padded_head), 0.0f);
+      w.values.assign(static_cast<size_t>(kKeyTile * padded_head), 0.0f);
     }
-    const int32_t* table = a_.block_tables + t.sequence * a_.table_width;
+    const int32_t* table = a.block_tables + t.sequence * a.table_width;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t key = key0 + i;
       const int64_t at = table[key / c_.block_tokens] * c_.block_stride + t.kv_head * c_.head_stride +
@@ -165,10 +27,10 @@ class Runner {
         w.value_at[i] = reinterpret_cast<const float*>(c_.values) + at;
         continue;
       }
-      float *to_k = &w.keys[static_cast<size_t>(i * head_)], *to_v = &w.values[static_cast<size_t>(i * head_)];
+      float *to_k = &w.keys[static_cast<size_t>(i * padded_head)], *to_v = &w.values[static_cast<size_t>(i * padded_head)];
       if (c_.bf16) {
-        k_.from_bf16(reinterpret_cast<const uint16_t*>(c_.keys) + at, c_.head, to_k);
-        k_.from_bf16(reinterpret_cast<const uint16_t*>(c_.values) + at, c_.head, to_v);
+        kernel.from_bf16(reinterpret_cast<const uint16_t*>(c_.keys) + at, c_.head, to_k);
+        kernel.from_bf16(reinterpret_cast<const uint16_t*>(c_.values) + at, c_.head, to_v);
       } else {
         std::copy_n(reinterpret_cast<const float*>(c_.keys) + at, c_.head, to_k);
         std::copy_n(reinterpret_cast<const float*>(c_.values) + at, c_.head, to_v);
@@ -178,28 +40,11 @@ class Runner {
     }
   }
 
-  void merge(const Task& t, const State& from, State& to) const {
-    for (int64_t i = 0; i < t.rows * group_; ++i) {
-      const auto j = static_cast<size_t>(i), at = static_cast<size_t>(i * head_);
-      k_.merge(&to.peak[j], &to.total[j], &to.acc[at], from.peak[j], from.total[j], &from.acc[at], head_);
-    }
-  }
 
-  void finish(const Task& t, const State& total) const {
-    for (int64_t i = 0; i < t.rows * group_; ++i) {
-      const int64_t row = t.first_row + i / group_, h = t.kv_head * group_ + i % group_;
-      float* out = a_.out + (row * a_.heads + h) * c_.head;
-      const float* acc = &total.acc[static_cast<size_t>(i * head_)];
-      const float scale = 1.0f / total.total[static_cast<size_t>(i)];
-      for (int64_t d = 0; d < c_.head; ++d) out[d] = acc[d] * scale;
-    }
-  }
+  const int64_t heads, head;
 
-  const Attention& a_;
+ private:
   const Cache& c_;
-  const Kernels& k_;
-  int64_t group_, head_;
-  std::vector<Workspace> workspaces_;
 };
 
 }  // namespace
@@ -215,7 +60,8 @@ int64_t attention(const Attention& a, const Cache& cache) {
       for (int64_t b = first / cache.block_tokens; last_row && b <= p / cache.block_tokens; ++b)
         if (table[b] < 0 || table[b] >= cache.blocks) return r;
     }
-  Runner(a, cache).run();
+  const PlainSource source(cache);
+  AttentionRunner(a, source).run();
   return -1;
 }
 

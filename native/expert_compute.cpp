@@ -13,9 +13,10 @@ constexpr int64_t kUnitColumns = 4;  // columns of the intermediate dimension th
 constexpr int64_t kHiddenUnit = 16;  // rows of down: a cache line of `out`
 constexpr int64_t kStripRows = 64;    // rows computed before their results are used: one block of columns
 constexpr int64_t kStripTokens = 32;
-// Up to so many tokens of one expert cost no more than one, since reading its rows takes as long (a row
-// of MXFP4: 10 ns a cache line at 6.5 GB/s a core, 3 ns of arithmetic and 1.6 more for each further token).
-constexpr int64_t kFreeTokens = 5;
+// What a unit costs with n tokens, so that workers are given equal shares: max(kReadCost, n * kTokenCost). Two
+// tokens take as long as one, whose rows have to be read; 4, 8 and 16 take 1.8, 3.1 and 6.1 times as long (MXFP4,
+// 15 threads of a Sapphire Rapids, 2026-11).
+constexpr int64_t kReadCost = 5, kTokenCost = 2;
 constexpr int64_t kTermAlignment = 64;
 
 int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -25,19 +26,19 @@ int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple *
 ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate act, const ExpertSizes& sizes, int threads)
     : layout_(layout), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
       x_has_terms_(has_terms(layout.format)), act_has_terms_(has_terms(layout.down_format)),
-      factors_(layout.gate_up_factors.offset >= 0), x_groups_(term_groups(layout.hidden)), act_groups_(term_groups(layout.width)),
+      factors_(layout.gate_up_factors.offset >= 0), x_nbytes_(x_has_terms_ ? term_nbytes(layout.format, layout.hidden) : 0),
+      act_nbytes_(act_has_terms_ ? term_nbytes(layout.down_format, layout.width) : 0),
       units_((layout.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout.width + kTermBlock - 1) / kTermBlock) {
   const int64_t rows = sizes.pairs * layout.num_slices;
   items_.reserve(static_cast<size_t>(sizes.items));
   between_.resize(static_cast<size_t>(rows * layout.width));
   if (x_has_terms_ || act_has_terms_) {
     done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
-    const int64_t x_groups = x_has_terms_ ? sizes.tokens * x_groups_ : 0;
-    const int64_t groups = x_groups + (act_has_terms_ ? rows * act_groups_ : 0);
-    term_memory_.resize(static_cast<size_t>(groups) * sizeof(TermGroup) + kTermAlignment);  // zero, and padding stays so
+    const int64_t nbytes = sizes.tokens * x_nbytes_ + rows * act_nbytes_;
+    term_memory_.resize(static_cast<size_t>(nbytes + kTermAlignment));  // zero, and padding stays so
     const auto address = reinterpret_cast<uintptr_t>(term_memory_.data());
-    x_terms_ = reinterpret_cast<TermGroup*>(up(static_cast<int64_t>(address), kTermAlignment));
-    act_terms_ = x_terms_ + x_groups;
+    x_terms_ = term_memory_.data() + (up(static_cast<int64_t>(address), kTermAlignment) - static_cast<int64_t>(address));
+    act_terms_ = x_terms_ + sizes.tokens * x_nbytes_;
   }
   // results of a tile, gate and up of 32 columns, four expanded rows
   scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout.hidden, layout.width)), 16);
@@ -80,7 +81,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     const int32_t* item = r.item + 4 * i;
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
-    const int64_t cost = std::max<int64_t>(kFreeTokens, item[3]);
+    const int64_t cost = std::max<int64_t>(kReadCost, kTokenCost * item[3]);
     items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_});
     row += item[3];
     total_cost_ += cost * units_;
@@ -119,8 +120,7 @@ void ExpertCompute::quantise(int worker) {
   const int64_t end = all * (worker + 1) / threads_;
   for (int64_t i = all * worker / threads_; i < end; ++i) {
     const int64_t token = i / blocks, b = i % blocks;
-    expert_kernels_->quantise(request_.x + token * layout_.hidden + b * kTermBlock, 
-                              x_terms_[token * x_groups_ + b / kTermBlocks], static_cast<int>(b % kTermBlocks));
+    expert_kernels_->quantise(request_.x + token * layout_.hidden + b * kTermBlock, layout_.format, x_terms(token), b);
   }
 }
 
@@ -131,7 +131,7 @@ void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const I
   for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
   const int32_t* token = request_.pair_token + item.first + pair0;
   if (gate_up ? x_has_terms_ : act_has_terms_) {
-    const TermGroup* x[kStripTokens];
+    const uint8_t* x[kStripTokens];
     for (int64_t j = 0; j < pairs; ++j) x[j] = gate_up ? x_terms(token[j]) : act_terms(item.row + pair0 + j);
     expert_kernels_->dot(m, row0, rows, x, pairs, to, ahead, reading_);
     return;
@@ -163,8 +163,8 @@ void ExpertCompute::complete(int64_t index, int64_t c0, int64_t c1) {
   const auto n = static_cast<int32_t>(c1 - c0);
   if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n != kTermBlock) return;
   for (int64_t j = 0; j < item.pairs; ++j)
-    expert_kernels_->quantise(&between_[static_cast<size_t>((item.row + j) * layout_.width + b * kTermBlock)], 
-                              act_terms(item.row + j)[b / kTermBlocks], static_cast<int>(b % kTermBlocks));
+    expert_kernels_->quantise(&between_[static_cast<size_t>((item.row + j) * layout_.width + b * kTermBlock)],
+                              layout_.down_format, act_terms(item.row + j), b);
 }
 
 // Columns [c0, c1) of one block, of a stretch that this worker computes up to `last`.

@@ -1,7 +1,7 @@
 // The work of one request to the CPU's experts: slices of experts for the tokens that use them.
 //
 //   plan       checks the request and cuts the work, on one thread
-//   quantise   activation rows into two int8 terms per block, once (MXFP4 only)
+//   quantise   activation rows into two int8 terms per block, once (MXFP4, Q4_K)
 //   gate_up    gate and up rows, activation; workers share the rows of all items
 //   down       down rows, weighted and summed; workers share the hidden dimension
 //
@@ -80,8 +80,8 @@ class ExpertCompute {
   void product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs, bool gate_up,
                float* out, const Ahead& ahead, int worker);
   float* scratch(int worker) { return &scratch_[static_cast<size_t>(worker * scratch_each_)]; }
-  const TermGroup* x_terms(int64_t token) const { return x_terms_ + token * x_groups_; }
-  TermGroup* act_terms(int64_t row) { return act_terms_ + row * act_groups_; }
+  uint8_t* x_terms(int64_t token) { return x_terms_ + token * x_nbytes_; }
+  uint8_t* act_terms(int64_t row) { return act_terms_ + row * act_nbytes_; }
 
   const SlabLayout layout_;
   const int64_t num_experts_;
@@ -89,7 +89,7 @@ class ExpertCompute {
   const ExpertSizes sizes_;
   const int threads_;
   const bool x_has_terms_, act_has_terms_, factors_;
-  const int64_t x_groups_, act_groups_, units_, blocks_;
+  const int64_t x_nbytes_, act_nbytes_, units_, blocks_;  // bytes of a row of terms, or 0
   Reading reading_;
 
   const Kernels* kernels_ = nullptr;
@@ -101,7 +101,7 @@ class ExpertCompute {
   std::vector<float> between_;  // [rows, width]: activations of every (item, pair)
   std::unique_ptr<std::atomic<int32_t>[]> done_;  // [items, blocks]: columns of a block that are there
   std::vector<uint8_t> term_memory_;
-  TermGroup *x_terms_ = nullptr, *act_terms_ = nullptr;
+  uint8_t *x_terms_ = nullptr, *act_terms_ = nullptr;
   std::vector<float> scratch_;
   int64_t scratch_each_ = 0;
 };

@@ -1,11 +1,12 @@
-// Products of MXFP4 rows with activations of two int8 terms: the numerics of the CPU's experts.
+// Products of rows of integer codes with activations of two int8 terms: the numerics of the CPU's experts in
+// MXFP4 and Q4_K.
 //
 // An activation row is cut into blocks of 32; each block becomes x = s (256 h + l) with s = max|x| / 32512,
-// so 15 bits and a sign, finer than bfloat16. The integer products with the codes (twice E2M1, and an offset
-// of 12 that makes them unsigned for vpdpbusd) are exact; lane 4b + q of sixteen sums weights 4q to 4q + 3 of
-// each nibble half of block b; blocks are added in ascending order by one fused multiply-add per lane, and
-// lanes in the tree of kernels.h. So every instruction set, number of rows and number of tokens gives the
-// same bits. Scale byte 0 counts as zero (2^-127), 255 (NaN) as infinity.
+// so 15 bits and a sign, finer than bfloat16. The integer products with unsigned codes are exact (for MXFP4
+// twice E2M1 plus an offset of 12, as vpdpbusd wants it); each of sixteen lanes sums four or eight weights of
+// one block; blocks are added in ascending order by one fused multiply-add per lane, and lanes in the tree of
+// kernels.h. So every instruction set, number of rows and number of tokens gives the same bits. MXFP4's scale
+// byte 0 counts as zero (it is 2^-127), 255 (NaN) as infinity.
 #pragma once
 #include <cstdint>
 
@@ -13,20 +14,33 @@
 
 namespace headrace {
 
-// 128 activations as terms: byte 16 b + j of half 0 is activation 2j of block b and goes with the low nibble
+// 128 activations for MXFP4: byte 16 b + j of half 0 is activation 2j of block b and goes with the low nibble
 // of byte j of its codes, of half 1 activation 2j + 1 and the high one. Blocks past the row's end are zero.
-struct alignas(64) TermGroup {
+struct alignas(64) PairTerms {
   int8_t high[2][64];
   int8_t low[2][64];
   int32_t offset[16];  // -12 * (256 h + l), summed as the lane sums
   float scale[16];     // s / 2 of the lane's block
 };
 
+// 128 activations for Q4_K, whose 64 bytes of codes hold blocks 0 and 2 in low nibbles, 1 and 3 in high ones.
+struct alignas(64) SplitTerms {
+  int8_t high[2][64];
+  int8_t low[2][64];
+  float scale[2][16];  // s of the lane's block
+  float sum[16];       // in every second group: the sums of the superblock's eight blocks, then zeros
+};
+
 constexpr int64_t kTermBlock = 32;
 constexpr int64_t kTermBlocks = 4;  // of a group
 
-inline int64_t term_groups(int64_t cols) { return (cols + 127) / 128; }
-inline bool has_terms(Format f) { return f == Format::mxfp4; }
+inline bool has_terms(Format f) { return f == Format::mxfp4 || f == Format::q4_k; }
+
+// Bytes of the terms of one row of activations, a multiple of 64.
+inline int64_t term_nbytes(Format f, int64_t cols) {
+  const int64_t groups = (cols + kTermBlock * kTermBlocks - 1) / (kTermBlock * kTermBlocks);
+  return groups * static_cast<int64_t>(f == Format::mxfp4 ? sizeof(PairTerms) : sizeof(SplitTerms));
+}
 
 // What a thread reads after the rows at hand, so that its first bytes travel in time.
 struct Ahead {
@@ -44,10 +58,10 @@ struct Reading {
 
 struct ExpertKernels {
   const char* name;
-  // Block `block` (0 to 3) of `to` from 32 activations.
-  void (*quantise)(const float* x, TermGroup& to, int block);
-  // out[t][i] = row (row0 + i) . x[t] for i < count
-  void (*dot)(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
+  // Block `block` of a row of terms from its 32 activations.
+  void (*quantise)(const float* x, Format format, uint8_t* row, int64_t block);
+  // out[t][i] = row (row0 + i) . x[t] for i < count; x: rows of terms of the matrix's format
+  void (*dot)(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, int64_t tokens,
               float* const* out, const Ahead& ahead, const Reading& reading);
 };
 

@@ -55,6 +55,7 @@ struct ExpertService::State {
   const int64_t hidden;
   ExpertCompute compute;
   int32_t seq = 0;  // of the round at work
+  Clock::time_point started;
 
   alignas(64) std::atomic<uint32_t> round{0};  // followers wait for its next value
   alignas(64) std::atomic<uint64_t> arrived[3] = {};
@@ -123,8 +124,16 @@ struct ExpertService::State {
       compute.down(worker);
     }
     const uint64_t all = n * static_cast<uint64_t>(options.threads);
-    if (arrived[2].fetch_add(1, std::memory_order_acq_rel) + 1 == all) word(block.ack).store(seq, std::memory_order_release);
+    if (arrived[2].fetch_add(1, std::memory_order_acq_rel) + 1 == all) answer();
     return true;
+  }
+
+  // The last thread: counts the request, so that whoever sees the answer sees it counted.
+  void answer() {
+    requests.fetch_add(1, std::memory_order_relaxed);
+    nbytes.fetch_add(compute.nbytes(), std::memory_order_relaxed);
+    busy_ns.fetch_add(std::chrono::nanoseconds(Clock::now() - started).count(), std::memory_order_relaxed);
+    word(block.ack).store(seq, std::memory_order_release);
   }
 
   bool survive() {
@@ -189,7 +198,7 @@ struct ExpertService::State {
   void lead() {
     int32_t seen = word(block.ack).load();  // what came before the start is answered, too
     for (uint64_t n = 1; next_request(seen);) {
-      const auto start = Clock::now();
+      started = Clock::now();
       if (word(block.abort).load() != 0 || !accept()) continue;
       seq = seen;
       round.fetch_add(1);
@@ -197,9 +206,6 @@ struct ExpertService::State {
       if (!work(0, n) || !gather(2, n, true)) return;
       ++n;
       beat.fetch_add(1, std::memory_order_relaxed);
-      requests.fetch_add(1, std::memory_order_relaxed);
-      nbytes.fetch_add(compute.nbytes(), std::memory_order_relaxed);
-      busy_ns.fetch_add(std::chrono::nanoseconds(Clock::now() - start).count(), std::memory_order_relaxed);
     }
   }
 

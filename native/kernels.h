@@ -16,7 +16,7 @@ constexpr int64_t kKeyTile = 64;   // keys of one online-softmax step, at absolu
 
 inline int64_t padded(int64_t k) { return (k + kGroup - 1) / kGroup * kGroup; }
 
-enum class Activation : int { silu, swiglu_clamped };
+enum class Activation : int { silu, swiglu_clamped, gelu_tanh };
 
 // Rows of queries that attend to the same keys: `count` rows, each with its own limits.
 struct AttendRows {
@@ -28,6 +28,17 @@ struct AttendRows {
   float* total;           // running denominator
   float* acc;             // [count, padded head]
   float* scores;          // [count, kKeyTile]
+};
+
+// Rows of a full page's keys in NVFP4 (ops.records.SealedKV), of one head.
+struct SealedKeys {
+  const uint8_t *codes, *scales;
+  const float* ref;         // the page's reference vector
+  float scale;              // g
+  const uint8_t* residuals;
+  const float* directions;  // [rank, head]
+  int64_t rank;
+  float residual_unit;      // 16 g
 };
 
 struct Kernels {
@@ -57,6 +68,10 @@ struct Kernels {
   int64_t (*multiply_adds)(int64_t steps, float* sink);
   void (*exponential)(const float* x, int64_t n, float* out);
   void (*from_bf16)(const uint16_t* x, int64_t n, float* out);
+  // Full pages as float32 rows [count, head]; counts and heads are multiples of sixteen.
+  void (*expand_nvfp4_keys)(const SealedKeys&, int64_t count, int64_t head, float* out);
+  void (*expand_fp8_rows)(const uint8_t* codes, int64_t n, float scale, float* out);
+  void (*expand_fp8_columns)(const uint8_t* codes, int64_t page, int64_t count, int64_t head, float scale, float* out);
   // Formats whose sums only dot_rows computes (integer numerics): batches go token by token. May be null.
   bool (*rowwise)(Format) = nullptr;
 };

@@ -13,6 +13,7 @@
 #include "expert_module.h"
 #include "ops.h"
 #include "pool.h"
+#include "sealed_module.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -208,4 +209,5 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
   bind_bandwidth(m);
+  bind_sealed(m);
 }

@@ -99,20 +99,21 @@ def sweep(device: CudaDevice, peak: float, results: list[dict[str, Any]]) -> Non
         "sealed": [
             *({"max_registers": n} for n in (None, 96, 168)),
             {"num_warps": 8, "max_registers": None}, {"num_warps": 2, "max_registers": None},
-            {"num_stages": 3}, {"parts": 32}, {"parts": 128},
+            {"num_stages": 3}, {"programs": 256}, {"programs": 1024},
         ],
         "plain": [
             {"tile": 64}, {"num_stages": 2}, {"num_stages": 4}, {"num_warps": 8},
-            {"max_registers": 128}, {"parts": 32}, {"parts": 128},
+            {"max_registers": 128}, {"programs": 512}, {"programs": 1024},
         ],
     }  # fmt: skip
     modules = {"sealed": sealed_decode, "plain": attention_decode}
     for kind, formats in (("sealed", ("nvfp4k-fp8v", "fp8")), ("plain", ("bf16",))):
         row = tuning.DECODE.get((where, kind), tuning.DECODE[((0, 0), kind)])
+        programs = modules[kind].PART_PROGRAMS
         for change in changes[kind]:
-            fields = {k: v for k, v in change.items() if k != "parts"}
+            fields = {k: v for k, v in change.items() if k != "programs"}
             tuning.DECODE[(where, kind)] = replace(row, **fields)
-            modules[kind].MAX_PARTS = change.get("parts", 64)
+            modules[kind].PART_PROGRAMS = change.get("programs", programs)
             for kv_format in formats:
                 for page in PAGES[kv_format][-1:]:
                     for size in SIZES[:2]:
@@ -120,7 +121,7 @@ def sweep(device: CudaDevice, peak: float, results: list[dict[str, Any]]) -> Non
                         work = partial(ours, device, peak, kv_format, size, page)
                         gpu.attempt(results, about | {"change": change}, work)
         tuning.DECODE[(where, kind)] = row
-        modules[kind].MAX_PARTS = 64
+        modules[kind].PART_PROGRAMS = programs
 
 
 def bars(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -131,6 +131,21 @@ class Bench:
             nbytes += self.experts * self.store.layout.slab_nbytes
         return nbytes / spent / 1e9
 
+    def quiet_gbps(self, seconds: float, *, read: bool) -> float:
+        """The same where whoever asks sleeps meanwhile, and so leaves its core alone."""
+        self.service.read_only(read)
+        seq, ack = (
+            self.block[at : at + 4].view(torch.int32) for at in (self.fields.seq, self.fields.ack)
+        )
+        before, end = self.service.stats(), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self.fill(self.experts, self.store.layout.num_slices, 1)
+            seq += 1
+            while int(ack) != int(seq):
+                time.sleep(1e-4)
+        after = self.service.stats()
+        return (after.nbytes - before.nbytes) / (after.busy_s - before.busy_s) / 1e9
+
     def latency_us(self) -> dict[str, float]:
         """Shortest and median time of requests without items, and of one slice."""
         result: dict[str, float] = {}
@@ -209,6 +224,10 @@ def measure(
     with Bench(store, threads, cpus, args.experts) as bench:
         bench.service.tune(rows=args.rows, near_nbytes=args.near, far_nbytes=args.far)
         result["alone"] = compare(bench, args.seconds)
+        result["quiet"] = {
+            name: [round(bench.quiet_gbps(args.seconds, read=name == "read"), 2) for _ in range(3)]
+            for name in ("read", "kernel")
+        }
         result["latency"] = bench.latency_us()
         for tokens in args.tokens:
             result[f"{tokens}_tokens_gbps"] = round(

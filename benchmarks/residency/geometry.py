@@ -24,8 +24,8 @@ HEADS, KV_HEADS, HEAD_DIM = 64, 8, 64
 WINDOW = 128
 
 
-def layout(fmt: str = "mxfp4") -> SlabLayout:
-    return slab_layout(fmt, HIDDEN, INTERMEDIATE, has_bias=True)
+def layout(fmt: str = "mxfp4", num_slices: int | None = None) -> SlabLayout:
+    return slab_layout(fmt, HIDDEN, INTERMEDIATE, has_bias=True, num_slices=num_slices)
 
 
 def fill_random(slices: torch.Tensor, where: SlabLayout, seed: int) -> None:

@@ -1,6 +1,7 @@
 """Every trace through every policy: hit rates beside Belady's optimum, and bar 02.6.
 
     python -m benchmarks.routing.policies --write [--parts test,tune,generated]   # replay and keep
+    python -m benchmarks.routing.policies --table      # docs/residency.md's table, of what was kept
     python -m benchmarks.routing.policies --record     # of what was kept: bar 02.6 into bars.json
 
 The value policy's constants were chosen on the tune parts; the bar is judged on the test parts. Some
@@ -118,12 +119,39 @@ def bar(rows: Sequence[dict[str, Any]], *, write: bool) -> None:
     )  # fmt: skip
 
 
+def table(rows: Sequence[dict[str, Any]]) -> None:
+    """Markdown: percent of look-ups that hit, and what the value policy saves."""
+    names = "LRU", "best static set", "value policy", "Belady", "fewer misses than LRU"
+    shares = "of the static set's hits", "of Belady's hits", "of the gap to Belady closed"
+    print(f"| text | resident | {' | '.join((*names, *shares))} |")
+    print("| --- " * 10 + "|")
+    for r in rows:
+        if r["part"] == "tune" or r["residency"] not in RESIDENCIES:
+            continue
+        columns = (
+            "lru",
+            "static_hindsight",
+            "value",
+            "belady",
+            "fewer_misses_than_lru",
+            "of_static",
+        )
+        listed = " | ".join(
+            f"{100 * r[name]:.1f}" for name in (*columns, "of_belady", "of_gap_closed")
+        )
+        print(f"| {r['trace']} | {100 * r['residency']:.0f}% | {listed} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--parts", default="test,tune,generated")
     parser.add_argument("--record", action="store_true", help="do not replay: record what was kept")
+    parser.add_argument("--table", action="store_true", help="do not replay: print what was kept")
     args = parser.parse_args()
+    if args.table:
+        table(json.loads(OUT.read_text())["rows"])
+        return
     if args.record:
         bar(json.loads(OUT.read_text())["rows"], write=True)
         return

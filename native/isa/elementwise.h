@@ -72,6 +72,15 @@ static void activate(const float* gate, const float* up, int64_t n, Activation k
     });
     return;
   }
+  if (kind == Activation::gelu_tanh) {
+    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), y = sqrt(2 / pi) (g + 0.044715 g^3)
+    const V cubic = set1(0.044715f), minus = set1(-1.5957691216057308f);
+    map2(gate, up, n, out, [=](V g, V u) {
+      const V y = mul(g, fma(mul(cubic, g), g, one));
+      return mul(div(g, add(one, vexp(mul(minus, y)))), u);
+    });
+    return;
+  }
   const V a = set1(-alpha), top = set1(limit), bottom = set1(-limit);
   map2(gate, up, n, out, [=](V g, V u) {
     const V gc = keep_nan(vmin(g, top), g), uc = keep_nan(vmax(vmin(u, top), bottom), u);

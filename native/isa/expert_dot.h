@@ -1,9 +1,13 @@
-// The product of expert_kernels.h, once for all instruction sets. The file that includes this one has
-// included its vec_*.h and defines
-//   struct Codes;                                  codes of four blocks: unsigned bytes of both nibbles
+// The products of expert_kernels.h, once for all instruction sets. The file that includes this one has
+// included its vec_*.h and defines HEADRACE_MANY_TOKENS and
+//   struct Codes;                                  MXFP4 codes of four blocks: unsigned bytes of both nibbles
 //   Codes codes_of(const uint8_t* p, int blocks)   blocks <= 4
-//   V exact(const Codes&, const TermGroup&)        the integer sums of sixteen lanes, as float
+//   V exact(const Codes&, const PairTerms&)        the integer sums of sixteen lanes, as float
 //   V scales_of(uint32_t bytes)                    2^(byte k - 127) in lanes 4k to 4k + 3
+//   struct Nibbles;                                64 codes, unsigned bytes
+//   void nibbles_of(const uint8_t* p, Nibbles& low, Nibbles& high)
+//   V exact_nibbles(const Nibbles&, const int8_t* high, const int8_t* low)
+//   V two(float first, float second)               eight lanes of each
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -15,8 +19,9 @@ namespace headrace::HEADRACE_NS {
 // Tokens and rows that share registers: sums, terms and codes of all of them should fit.
 constexpr int kManyTokens = HEADRACE_MANY_TOKENS, kManyRows = HEADRACE_MANY_TOKENS;
 
-// Portable, so that every instruction set rounds in the same places; compilers vectorise the loops.
-static void quantise_block(const float* x, TermGroup& to, int block) {
+// 32 activations as integers v with x = s v. Portable, so that every instruction set rounds in the same places;
+// compilers vectorise the loops. NaN and infinity make s NaN, so that they reach the output.
+static inline float integers(const float* x, int32_t* v) {
   uint32_t peak_bits = 0;
   for (int i = 0; i < 32; ++i) {
     uint32_t u;
@@ -26,47 +31,67 @@ static void quantise_block(const float* x, TermGroup& to, int block) {
   }
   float peak;
   std::memcpy(&peak, &peak_bits, 4);
-  const bool finite = peak_bits < 0x7f800000;  // NaN and infinity must reach the output
-  const bool empty = !finite || peak < 0x1p-100f;
+  const bool finite = peak_bits < 0x7f800000, empty = !finite || peak < 0x1p-100f;
   const float scale = empty ? 1.0f : peak / 32512.0f;
   constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to nearest even
-  int32_t v[32];
   for (int i = 0; i < 32; ++i) {
     const float shifted = (empty ? 0.0f : x[i]) / scale + kWhole;
     std::memcpy(&v[i], &shifted, 4);
     v[i] -= 0x4b400000;
   }
-  int32_t halves[2][16];
-  for (int j = 0; j < 16; ++j) {
-    halves[0][j] = v[2 * j];
-    halves[1][j] = v[2 * j + 1];
-  }
-  for (int half = 0; half < 2; ++half)
-    for (int j = 0; j < 16; ++j) {
-      const int32_t high = (halves[half][j] + 128) >> 8;
-      to.high[half][16 * block + j] = static_cast<int8_t>(high);
-      to.low[half][16 * block + j] = static_cast<int8_t>(halves[half][j] - high * 256);
-    }
-  for (int q = 0; q < 4; ++q) {
-    int32_t sum = 0;
-    for (int j = 4 * q; j < 4 * q + 4; ++j) sum += halves[0][j] + halves[1][j];
-    to.offset[4 * block + q] = -12 * sum;
-    to.scale[4 * block + q] = finite ? 0.5f * scale : std::nanf("");
+  return finite ? scale : std::nanf("");
+}
+
+static inline void split(const int32_t* v, int n, int8_t* high, int8_t* low) {
+  for (int j = 0; j < n; ++j) {
+    const int32_t h = (v[j] + 128) >> 8;
+    high[j] = static_cast<int8_t>(h);
+    low[j] = static_cast<int8_t>(v[j] - h * 256);
   }
 }
 
-// R rows times T tokens. `near` and `far` (or null) are where the bytes to ask for begin.
+static void quantise(const float* x, Format format, uint8_t* row, int64_t block) {
+  int32_t v[32];
+  const float scale = integers(x, v);
+  const int64_t group = block / kTermBlocks;
+  const int b = static_cast<int>(block % kTermBlocks);
+  if (format == Format::mxfp4) {
+    PairTerms& to = reinterpret_cast<PairTerms*>(row)[group];
+    int32_t halves[2][16];
+    for (int j = 0; j < 16; ++j) {
+      halves[0][j] = v[2 * j];
+      halves[1][j] = v[2 * j + 1];
+    }
+    for (int half = 0; half < 2; ++half) split(halves[half], 16, to.high[half] + 16 * b, to.low[half] + 16 * b);
+    for (int q = 0; q < 4; ++q) {
+      int32_t sum = 0;
+      for (int j = 4 * q; j < 4 * q + 4; ++j) sum += halves[0][j] + halves[1][j];
+      to.offset[4 * b + q] = -12 * sum;
+      to.scale[4 * b + q] = 0.5f * scale;
+    }
+    return;
+  }
+  SplitTerms* terms = reinterpret_cast<SplitTerms*>(row);
+  SplitTerms& to = terms[group];
+  const int half = b & 1, place = b >> 1;
+  split(v, 32, to.high[half] + 32 * place, to.low[half] + 32 * place);
+  int32_t sum = 0;
+  for (int j = 0; j < 32; ++j) sum += v[j];
+  for (int j = 0; j < 8; ++j) to.scale[half][8 * place + j] = scale;
+  terms[group & ~int64_t{1}].sum[block % 8] = scale * static_cast<float>(sum);
+}
+
+// What R rows times T tokens add up to, lane by lane. `near` and `far` (or null) are where the bytes to ask for
+// begin.
 template <int R, int T>
-static inline void expert_block(const Matrix& m, int64_t row0, const TermGroup* const* x, float* const* out, int64_t at,
-                                const uint8_t* near, const uint8_t* far) {
+static inline void pair_sums(const Matrix& m, int64_t row0, const uint8_t* const* terms, const uint8_t* near,
+                             const uint8_t* far, V (&acc)[R][T]) {
   constexpr int64_t kStep = 64;  // bytes of four blocks
-  constexpr int kSums = (R * T + 7) / 8 * 8;
   const int64_t blocks = m.cols / kTermBlock, whole = blocks / kTermBlocks;
   const uint8_t* rows = m.data + row0 * m.row_nbytes;
   const uint8_t* scales = m.scales + row0 * m.scale_row_nbytes;
-  V acc[R][T];
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) acc[r][t] = zero();
+  const PairTerms* x[T];
+  for (int t = 0; t < T; ++t) x[t] = reinterpret_cast<const PairTerms*>(terms[t]);
   for (int64_t g = 0; g < whole; ++g) {
     for (int r = 0; r < R; ++r) {
       const int64_t ahead = r * m.row_nbytes + g * kStep;
@@ -93,6 +118,60 @@ static inline void expert_block(const Matrix& m, int64_t row0, const TermGroup* 
       for (int t = 0; t < T; ++t) acc[r][t] = fma(exact(c, x[t][whole]), mul(s, load(x[t][whole].scale)), acc[r][t]);
     }
   }
+}
+
+// Eight 6-bit scales or minima of a superblock times `factor`, in the first eight lanes: see expand.h.
+static inline void q4_k_scales(const uint8_t* block, V& scales, V& minima) {
+  uint32_t u[3];
+  std::memcpy(u, block + 4, 12);
+  const uint64_t s = (u[0] & 0x3f3f3f3fu) | static_cast<uint64_t>((u[2] & 0x0f0f0f0fu) | (u[0] >> 2 & 0x30303030u)) << 32;
+  const uint64_t m = (u[1] & 0x3f3f3f3fu) | static_cast<uint64_t>((u[2] >> 4 & 0x0f0f0f0fu) | (u[1] >> 2 & 0x30303030u)) << 32;
+  scales = mul(from_u8(bytes_of(s)), set1(f16(block)));
+  minima = mul(from_u8(bytes_of(m)), set1(-f16(block + 2)));
+}
+
+template <int R, int T>
+static inline void split_sums(const Matrix& m, int64_t row0, const uint8_t* const* terms, const uint8_t* near,
+                              const uint8_t* far, V (&acc)[R][T]) {
+  constexpr int64_t kBlock = 144;  // bytes of 256 weights
+  const uint8_t* rows = m.data + row0 * m.row_nbytes;
+  const SplitTerms* x[T];
+  for (int t = 0; t < T; ++t) x[t] = reinterpret_cast<const SplitTerms*>(terms[t]);
+  for (int64_t b = 0; b < m.cols / 256; ++b) {
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = r * m.row_nbytes + b * kBlock;
+      for (int64_t line = 0; line < kBlock; line += 64) {
+        prefetch(near + at + line);
+        if (far != nullptr) prefetch_far(far + at + line);
+      }
+      alignas(64) float scale[16];
+      V scales, minima;
+      q4_k_scales(rows + at, scales, minima);
+      store(scale, scales);
+      for (int t = 0; t < T; ++t) acc[r][t] = fma(minima, load(x[t][2 * b].sum), acc[r][t]);
+      for (int g = 0; g < 2; ++g) {
+        Nibbles low, high;
+        nibbles_of(rows + at + 16 + 64 * g, low, high);
+        const V even = two(scale[4 * g], scale[4 * g + 2]), odd = two(scale[4 * g + 1], scale[4 * g + 3]);
+        for (int t = 0; t < T; ++t) {
+          const SplitTerms& s = x[t][2 * b + g];
+          acc[r][t] = fma(exact_nibbles(low, s.high[0], s.low[0]), mul(even, load(s.scale[0])), acc[r][t]);
+          acc[r][t] = fma(exact_nibbles(high, s.high[1], s.low[1]), mul(odd, load(s.scale[1])), acc[r][t]);
+        }
+      }
+    }
+  }
+}
+
+template <Format F, int R, int T>
+static inline void expert_block(const Matrix& m, int64_t row0, const uint8_t* const* x, float* const* out, int64_t at,
+                                const uint8_t* near, const uint8_t* far) {
+  constexpr int kSums = (R * T + 7) / 8 * 8;
+  V acc[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) acc[r][t] = zero();
+  if constexpr (F == Format::mxfp4) pair_sums<R, T>(m, row0, x, near, far, acc);
+  else split_sums<R, T>(m, row0, x, near, far, acc);
   if constexpr (R * T < 4) {
     for (int t = 0; t < T; ++t)
       for (int r = 0; r < R; ++r) out[t][at + r] = hsum(acc[r][t]);
@@ -116,45 +195,46 @@ static inline const uint8_t* target(const Matrix& m, int64_t row0, int64_t i, co
   return ahead.next == nullptr ? here : ahead.next + beyond;
 }
 
-template <int R, int T>
-static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const TermGroup* const* x, float* const* out,
+template <Format F, int R, int T>
+static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const uint8_t* const* x, float* const* out,
                                bool first, const Ahead& ahead, const Reading& reading) {
   if (!first) {  // asked for by the first tokens
-    expert_block<R, T>(m, row0 + i, x, out, i, m.data + (row0 + i) * m.row_nbytes, nullptr);
+    expert_block<F, R, T>(m, row0 + i, x, out, i, m.data + (row0 + i) * m.row_nbytes, nullptr);
     return;
   }
-  prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
+  if constexpr (F == Format::mxfp4) prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
   const uint8_t* far = reading.far_nbytes == 0 ? nullptr : target(m, row0, i, ahead, reading.far_nbytes);
-  expert_block<R, T>(m, row0 + i, x, out, i, target(m, row0, i, ahead, reading.near_nbytes), far);
+  expert_block<F, R, T>(m, row0 + i, x, out, i, target(m, row0, i, ahead, reading.near_nbytes), far);
 }
 
 // T tokens by all rows: their terms stay in the L1 cache, and the rows in the L2 cache for the next tokens.
-template <int T>
-static void expert_tokens(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, float* const* out,
+template <Format F, int T>
+static void expert_tokens(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, float* const* out,
                           bool first, const Ahead& ahead, const Reading& reading) {
   int64_t i = 0;
   if constexpr (T == 1)
     if (reading.rows >= 8)
-      for (; i + 8 <= count; i += 8) expert_rows<8, T>(m, row0, i, x, out, first, ahead, reading);
+      for (; i + 8 <= count; i += 8) expert_rows<F, 8, T>(m, row0, i, x, out, first, ahead, reading);
   if constexpr (T == 1 || kManyRows >= 4)
     if (T > 1 || reading.rows >= 4)
-      for (; i + 4 <= count; i += 4) expert_rows<4, T>(m, row0, i, x, out, first, ahead, reading);
-  for (; i + 2 <= count; i += 2) expert_rows<2, T>(m, row0, i, x, out, first, ahead, reading);
-  for (; i < count; ++i) expert_rows<1, T>(m, row0, i, x, out, first, ahead, reading);
+      for (; i + 4 <= count; i += 4) expert_rows<F, 4, T>(m, row0, i, x, out, first, ahead, reading);
+  for (; i + 2 <= count; i += 2) expert_rows<F, 2, T>(m, row0, i, x, out, first, ahead, reading);
+  for (; i < count; ++i) expert_rows<F, 1, T>(m, row0, i, x, out, first, ahead, reading);
 }
 
-static void expert_dot(const Matrix& m, int64_t row0, int64_t count, const TermGroup* const* x, int64_t tokens,
+template <Format F>
+static void expert_dot_of(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, int64_t tokens,
                        float* const* out, const Ahead& ahead, const Reading& reading) {
   for (int64_t left = tokens; left > 0;) {
     // Groups of equal size: five tokens are 3 + 2, not 4 + 1.
     const int64_t groups = (left + kManyTokens - 1) / kManyTokens, n = (left + groups - 1) / groups;
     const bool first = left == tokens;
     switch (n) {
-      case 1: expert_tokens<1>(m, row0, count, x, out, first, ahead, reading); break;
-      case 2: expert_tokens<2>(m, row0, count, x, out, first, ahead, reading); break;
+      case 1: expert_tokens<F, 1>(m, row0, count, x, out, first, ahead, reading); break;
+      case 2: expert_tokens<F, 2>(m, row0, count, x, out, first, ahead, reading); break;
 #if HEADRACE_MANY_TOKENS >= 4
-      case 3: expert_tokens<3>(m, row0, count, x, out, first, ahead, reading); break;
-      default: expert_tokens<4>(m, row0, count, x, out, first, ahead, reading); break;
+      case 3: expert_tokens<F, 3>(m, row0, count, x, out, first, ahead, reading); break;
+      default: expert_tokens<F, 4>(m, row0, count, x, out, first, ahead, reading); break;
 #else
       default: break;
 #endif
@@ -163,6 +243,12 @@ static void expert_dot(const Matrix& m, int64_t row0, int64_t count, const TermG
     out += n;
     left -= n;
   }
+}
+
+static void expert_dot(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, int64_t tokens,
+                       float* const* out, const Ahead& ahead, const Reading& reading) {
+  if (m.format == Format::mxfp4) expert_dot_of<Format::mxfp4>(m, row0, count, x, tokens, out, ahead, reading);
+  else expert_dot_of<Format::q4_k>(m, row0, count, x, tokens, out, ahead, reading);
 }
 
 }  // namespace headrace::HEADRACE_NS

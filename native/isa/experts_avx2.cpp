@@ -33,13 +33,13 @@ static inline __m256i eight_products(const Codes& c, const int8_t (*terms)[64], 
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-static inline __m256 exact_half(const Codes& c, const TermGroup& t, int i) {
+static inline __m256 exact_half(const Codes& c, const PairTerms& t, int i) {
   const __m256i high = _mm256_slli_epi32(eight_products(c, t.high, i), 8), low = eight_products(c, t.low, i);
   const __m256i offset = _mm256_load_si256(reinterpret_cast<const __m256i*>(t.offset + 8 * i));
   return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(high, low), offset));
 }
 
-static inline V exact(const Codes& c, const TermGroup& t) { return {exact_half(c, t, 0), exact_half(c, t, 1)}; }
+static inline V exact(const Codes& c, const PairTerms& t) { return {exact_half(c, t, 0), exact_half(c, t, 1)}; }
 
 static inline V scales_of(uint32_t bytes) {
   const __m256i all = _mm256_set1_epi32(static_cast<int>(bytes));
@@ -51,13 +51,37 @@ static inline V scales_of(uint32_t bytes) {
   return {pick(0, 1), pick(2, 3)};
 }
 
+struct Nibbles { __m256i a, b; };
+
+static inline void nibbles_of(const uint8_t* p, Nibbles& low, Nibbles& high) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+  low = {_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)};
+  high = {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)};
+}
+
+static inline __m256 exact_nibbles_half(__m256i codes, const int8_t* high, const int8_t* low) {
+  const __m256i one = _mm256_set1_epi16(1);
+  const auto sums = [&](const int8_t* terms) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, _mm256_load_si256(reinterpret_cast<const __m256i*>(terms))), one);
+  };
+  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(sums(high), 8), sums(low)));
+}
+
+static inline V exact_nibbles(const Nibbles& c, const int8_t* high, const int8_t* low) {
+  return {exact_nibbles_half(c.a, high, low), exact_nibbles_half(c.b, high + 32, low + 32)};
+}
+
+static inline V two(float first, float second) { return {_mm256_set1_ps(first), _mm256_set1_ps(second)}; }
+
 }  // namespace headrace::HEADRACE_NS
 
 #include "expert_dot.h"
 
 namespace headrace {
 const ExpertKernels& avx2_expert_kernels() {
-  static constexpr ExpertKernels table{"avx2", experts_avx2::quantise_block, experts_avx2::expert_dot};
+  static constexpr ExpertKernels table{"avx2", experts_avx2::quantise, experts_avx2::expert_dot};
   return table;
 }
 }  // namespace headrace

@@ -20,7 +20,7 @@ static inline Codes codes_of(const uint8_t* p, int blocks) {
   return c;
 }
 
-static inline V exact(const Codes& c, const TermGroup& t) {
+static inline V exact(const Codes& c, const PairTerms& t) {
   V sums;
   for (int lane = 0; lane < 16; ++lane) {
     int32_t high = 0, low = t.offset[lane];
@@ -43,13 +43,41 @@ static inline V scales_of(uint32_t bytes) {
   return s;
 }
 
+struct Nibbles { uint8_t code[64]; };
+
+static inline void nibbles_of(const uint8_t* p, Nibbles& low, Nibbles& high) {
+  for (int j = 0; j < 64; ++j) {
+    low.code[j] = p[j] & 15;
+    high.code[j] = p[j] >> 4;
+  }
+}
+
+static inline V exact_nibbles(const Nibbles& c, const int8_t* high, const int8_t* low) {
+  V sums;
+  for (int lane = 0; lane < 16; ++lane) {
+    int32_t h = 0, l = 0;
+    for (int j = 4 * lane; j < 4 * lane + 4; ++j) {
+      h += c.code[j] * high[j];
+      l += c.code[j] * low[j];
+    }
+    sums.v[lane] = static_cast<float>(h * 256 + l);
+  }
+  return sums;
+}
+
+static inline V two(float first, float second) {
+  V v;
+  for (int lane = 0; lane < 16; ++lane) v.v[lane] = lane < 8 ? first : second;
+  return v;
+}
+
 }  // namespace headrace::HEADRACE_NS
 
 #include "expert_dot.h"
 
 namespace headrace {
 const ExpertKernels& scalar_expert_kernels() {
-  static constexpr ExpertKernels table{"scalar", experts_scalar::quantise_block, experts_scalar::expert_dot};
+  static constexpr ExpertKernels table{"scalar", experts_scalar::quantise, experts_scalar::expert_dot};
   return table;
 }
 }  // namespace headrace

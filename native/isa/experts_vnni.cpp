@@ -1,5 +1,5 @@
-// The experts' product on AVX-512 VNNI: 128 codes in two registers, four vpdpbusd for 128 products of both
-// terms.
+// The experts' products on AVX-512 VNNI: 128 codes in two registers, four vpdpbusd for their products with
+// both terms.
 #define HEADRACE_NS experts_vnni
 #define HEADRACE_MANY_TOKENS 4
 #include "vec_avx512.h"
@@ -18,7 +18,7 @@ static inline Codes codes_of(const uint8_t* p, int blocks) {
           _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask))};
 }
 
-static inline V exact(const Codes& c, const TermGroup& t) {
+static inline V exact(const Codes& c, const PairTerms& t) {
   const __m512i high = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), c.low, _mm512_load_si512(t.high[0])),
                                            c.high, _mm512_load_si512(t.high[1]));
   const __m512i low = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_load_si512(t.offset), c.low, _mm512_load_si512(t.low[0])),
@@ -34,13 +34,31 @@ static inline V scales_of(uint32_t bytes) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(spread, 23));
 }
 
+using Nibbles = __m512i;
+
+static inline void nibbles_of(const uint8_t* p, Nibbles& low, Nibbles& high) {
+  const __m512i mask = _mm512_set1_epi8(15), q = _mm512_loadu_si512(p);
+  low = _mm512_and_si512(q, mask);
+  high = _mm512_and_si512(_mm512_srli_epi16(q, 4), mask);
+}
+
+static inline V exact_nibbles(const Nibbles& c, const int8_t* high, const int8_t* low) {
+  const __m512i none = _mm512_setzero_si512();
+  const __m512i h = _mm512_dpbusd_epi32(none, c, _mm512_load_si512(high)), l = _mm512_dpbusd_epi32(none, c, _mm512_load_si512(low));
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(h, 8), l));
+}
+
+static inline V two(float first, float second) {
+  return _mm512_insertf32x8(_mm512_set1_ps(first), _mm256_set1_ps(second), 1);
+}
+
 }  // namespace headrace::HEADRACE_NS
 
 #include "expert_dot.h"
 
 namespace headrace {
 const ExpertKernels& vnni_expert_kernels() {
-  static constexpr ExpertKernels table{"avx512_vnni", experts_vnni::quantise_block, experts_vnni::expert_dot};
+  static constexpr ExpertKernels table{"avx512_vnni", experts_vnni::quantise, experts_vnni::expert_dot};
   return table;
 }
 }  // namespace headrace

@@ -55,6 +55,14 @@ def test_floors_by_hand():
     assert rows[leaf.SCHEDULE].ratio is None
 
 
+def test_threads_that_are_left_are_told():
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    one, all_ = (explain("a toy", sample, dense_model(), machine(), n).advice[-1] for n in (1, 2))
+    assert "1 of 2 cores" in one
+    assert "0% of the step" in one
+    assert all_ == "Threads: all 2 cores compute."
+
+
 def test_json_holds_the_same():
     data = report().to_data()
     assert data["rows"][0]["id"] == leaf.DENSE_FFN

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.experts import plan_oracle as oracle
+from headrace.experts.cache_policy import value_constants
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import SlabLayout, slab_layout
 from headrace.ops.records import Activation
@@ -17,7 +20,8 @@ pytestmark = needs_triton
 
 CLAMPED = Activation("swiglu_clamped", 1.702, 7.0)
 SILU = Activation("silu")
-# Two int8 terms hold 15 bits of a block's largest value (2e-5 of the rows, twice); bfloat16 weights meet float32 activations.
+# Two int8 terms hold 15 bits of a block's largest value (2e-5 of the rows, twice); bfloat16 weights
+# meet float32 activations.
 TOLERANCE = {"mxfp4": 1e-4, "bf16": 2e-6}
 
 
@@ -40,7 +44,9 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
     block = torch.zeros(where.nbytes // 4, dtype=torch.int32) if with_cpu else None
     if block is not None and DEVICE.type == "cuda":
         block = block.pin_memory()
-    state = expert_state.new_plan_state(geometry, oracle.decay_table(8.0), DEVICE, block)
+    state = expert_state.new_plan_state(
+        geometry, value_constants(shape.num_layers, shape.num_slices).table(), DEVICE, block
+    )
 
     def offsets(name: str) -> tuple[int, int, int]:
         at = {part.name: part.offset for part in layout.parts}
@@ -59,7 +65,10 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
         slices, state, arena, bases, act,
         launch.RequestOffsets(where.ack // 4, where.abort // 4, where.x // 4, where.out // 4),
         multiprocessors=1,
-        tuning=launch.Tuning(gather_programs=3, gather_words=512),
+        tuning=launch.Tuning(
+            gather_programs=2, gather_words=512, gate_up_programs=1, down_programs=1, down_tile=64,
+            gate_up_registers=None, down_registers=None, down_warps=4
+        ),
     )  # fmt: skip
     return state, launcher, where, slabs
 
@@ -67,6 +76,7 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
 @pytest.mark.parametrize(
     ("fmt", "hidden", "inner", "slices", "bias", "act", "tokens"),
     [
+        ("mxfp4 by mma", 160, 64, 2, True, CLAMPED, 2),
         ("mxfp4", 96, 96, 3, True, CLAMPED, 1),
         ("mxfp4", 64, 64, 1, False, SILU, 2),
         ("bf16", 48, 40, 2, True, CLAMPED, 2),
@@ -79,18 +89,20 @@ def test_hits_fetches_and_cpu_add_up(
     from headrace.ops.triton import expert_state
 
     experts, k = 5, 3
+    fmt, _, mma = fmt.partition(" by ")
     layout = slab_layout(fmt, hidden, inner, has_bias=bias, num_slices=slices)
     slabs = random_slabs(layout, 1, experts, seed=3)
     shape = oracle.PlanShape(1, experts, slices, num_slots=4, max_fetch=3 * slices, window=16)
     state, launcher, where, slabs = _setup(layout, slabs, shape, tokens, k, act, with_cpu=True)
+    launcher.tuning = replace(launcher.tuning, tensor_cores=bool(mma))
     generator = torch.Generator().manual_seed(7)
-    for _step in range(2):
+    for _step in range(3 if mma else 2):
         x = torch.randn(tokens, hidden, generator=generator)
         ids = torch.rand(tokens, experts, generator=generator).topk(k).indices.to(torch.int32)
         ids[0, 2] = -1
         weights = torch.rand(tokens, k, generator=generator)
         # Two thirds of the misses are fetched.
-        state.split.copy_((torch.arange(len(state.split)) * 2 // 3).to(torch.int32))
+        state.split.copy_((torch.arange(state.split.shape[1]) * 2 // 3).to(torch.int32))
         x_, ids_, weights_ = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
         launcher.prepare(x_)
         expert_state.start_step(state)
@@ -141,8 +153,6 @@ def _answer(block: torch.Tensor, where, layout: SlabLayout, slabs: torch.Tensor,
 
 
 def test_a_silent_cpu_is_noticed_and_later_waits_end_at_once() -> None:
-    from dataclasses import replace
-
     from headrace.ops.triton import expert_state
 
     layout = slab_layout("bf16", 32, 32, has_bias=False, num_slices=1)

@@ -119,6 +119,7 @@ def test_gpt_oss_mxfp4_gguf(backend: str, tmp_path: Path) -> None:
         ("olmoe", "olmoe"),
         ("mixtral", "llama"),
         ("qwen3_moe-sparse", "qwen3moe"),
+        ("gemma3-published", "gemma3"),
     ],
 )
 def test_gguf_matches_transformers(

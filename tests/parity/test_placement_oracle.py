@@ -2,7 +2,8 @@
 
 Real text through SmolLM2, its feed-forwards split by scripts/split_dense_into_mixture.py. In the file's
 own Q4_1 products are float32 in another order: 1e-6 of the largest |logit| seen, 1e-5 allowed. MXFP4 on
-the CPU's expert kernels rounds activations to 15 bits, in 30 layers one after the other: 1.5e-4 seen (the test has 6).
+the CPU's expert kernels rounds activations to 15 bits, layer after layer: 1.5e-4 seen after 30 (the test
+has 6).
 """
 
 from __future__ import annotations

@@ -13,12 +13,20 @@ from tests.fixtures.triton_interpreter import needs_triton
 pytestmark = [needs_triton, pytest.mark.slow]
 
 PACKAGE = "headrace.ops.triton"
-SMALL = {"num_warps": 4, "num_stages": 4}
+SMALL = {"num_warps": 1, "num_stages": 4}
 INT = ("num_tokens", "cols", "rows0", "rows1", "rows2", "stride0", "stride1", "stride2", "num_rows")
 INT += ("gate_stride", "up_stride", "window", "heads", "group", "block_tokens", "dim", "half", "k")
-INT += ("stride_table", "stride_block", "stride_head", "num_sequences", "num_experts", "row_stride")
+INT += (
+    "kv_heads",
+    "stride_table",
+    "stride_block",
+    "stride_head",
+    "num_sequences",
+    "num_experts",
+    "row_stride",
+)
 INT += ("gate_expert", "gate_row", "up_expert", "up_row", "down_expert", "down_row")
-SINGLE = ("num_tokens", "heads", "group", "k", "num_sequences", "num_experts", "window")
+SINGLE = ("num_tokens", "heads", "group", "k", "num_sequences", "num_experts", "window", "kv_heads")
 FLOAT = ("scale", "alpha", "limit", "eps")
 TYPES = {
     **dict.fromkeys(INT, "i32"),
@@ -45,6 +53,9 @@ SPECS = [
     spec("rows", "embed_kernel", {"BLOCK": 1024}, ids="*i64"),
     spec("rows", "rmsnorm_kernel", {"BLOCK": 4096}),
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
+    spec(
+        "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64}, k="*fp32", v="*fp32"
+    ),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(
         "router",
@@ -56,10 +67,12 @@ SPECS = [
         "few_rows",
         "linear_kernel",
         dict.fromkeys(("HAS_B0", "HAS_B1", "HAS_B2", "HAS_RESIDUAL"), True)
-        | {"TOKENS": 16, "ROWS": 16, "TILE": 128},
+        | {"TOKENS": 8, "ROWS": 16, "TILE": 256},
+        x="*bf16",
     ),
     spec(
-        "few_rows", "gated_kernel", {"CLAMPED": True, "TOKENS": 16, "ROWS": 32, "TILE": 128}
+        "few_rows", "gated_kernel", {"CLAMPED": True, "TOKENS": 16, "ROWS": 16, "TILE": 256},
+        x="*bf16", out="*bf16",
     ),
     spec(
         "mixture",

@@ -20,12 +20,12 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     tokens = draw(st.sampled_from([1, 2, 3, 5]))
     max_fetch = draw(st.integers(0, 8))
     shape = oracle.PlanShape(
-        num_layers=2,
+        num_layers=draw(st.integers(1, 4)),
         num_experts=experts,
         num_slices=slices,
-        num_slots=draw(st.integers(1, 14)),
+        num_slots=draw(st.integers(0, 20)),
         max_fetch=max_fetch,
-        window=draw(st.sampled_from([4, 8, 16])),
+        window=draw(st.sampled_from([2, 3, 5, 16])),
     )
     most = min(tokens * top_k, experts) * slices
     split = [draw(st.integers(0, m)) for m in range(most + 1)]
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     )
     return {
         "shape": shape, "split": split, "steps": steps, "top_k": top_k, "tokens": tokens,
-        "half_life": draw(st.sampled_from([0.7, 3.0, 32.0])),
+        "full": draw(st.booleans()),
     }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_sixteen_tokens_of_eight_experts() -> None:
     steps = [
         torch.rand(16, 128, generator=generator).topk(8).indices.tolist() for _ in range(4)
     ]  # fmt: skip
-    _replay(shape, [m // 3 for m in range(128 * 4 + 1)], steps, 8, 16, 32.0)
+    _replay(shape, [m // 3 for m in range(128 * 4 + 1)], steps, 8, 16)
 
 
 def _replay(
@@ -60,11 +60,11 @@ def _replay(
     steps: list[list[list[int]]],
     top_k: int,
     tokens: int,
-    half_life: float,
+    full: bool = False,
 ) -> None:
     from headrace.ops.triton import expert_state
 
-    tables = oracle.new_tables(shape, half_life)
+    tables = oracle.new_tables(shape)
     where = request_block(
         max_tokens=tokens, top_k=top_k, num_experts=shape.num_experts,
         num_slices=shape.num_slices, hidden=8,
@@ -79,13 +79,16 @@ def _replay(
     block = torch.zeros(where.nbytes // 4, dtype=torch.int32)
     if DEVICE.type == "cuda":
         block = block.pin_memory()
-    state = expert_state.new_plan_state(geometry, tables.decay, DEVICE, block)
-    state.split[: len(split)] = torch.tensor(split, dtype=torch.int32)
+    state = expert_state.new_plan_state(geometry, tables.constants.table(), DEVICE, block)
+    if full:
+        _fill(shape, tables, state)
+    state.split[:, : len(split)] = torch.tensor(split, dtype=torch.int32)
     seq = 0
     for number, ids in enumerate(steps):
         oracle.begin_step(shape, tables)
         expert_state.start_step(state)
-        if shape.max_fetch:
+        _compare_values(state, tables)
+        if shape.max_fetch and shape.num_slots:
             assert state.victims.tolist() == tables.victims
         for layer in range(shape.num_layers):
             rows = ids if layer == 0 else steps[(number * 3 + 1) % len(steps)]
@@ -105,6 +108,16 @@ def _replay(
             if plan.cpu:
                 _compare_request(block, request, plan, layer, tokens)
     assert int(state.totals[3]) == len(steps) * shape.num_layers
+
+
+def _fill(shape: oracle.PlanShape, tables: oracle.CacheTables, state: object) -> None:
+    """All slots owned before the first step, from the last key down."""
+    keys = range(shape.num_layers * shape.num_experts * shape.num_slices)
+    for slot, key in enumerate(list(reversed(keys))[: shape.num_slots]):
+        tables.slot_of[key], tables.owner_of[slot] = slot, key
+    state.slot_of.copy_(torch.tensor(tables.slot_of, dtype=torch.int32))
+    if shape.num_slots:
+        state.owner_of.copy_(torch.tensor(tables.owner_of, dtype=torch.int32))
 
 
 def _entries(entries: tuple[oracle.Entry, ...], shape: oracle.PlanShape) -> list[list[int]]:
@@ -135,10 +148,18 @@ def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> 
 
 def _compare_tables(state: object, tables: oracle.CacheTables) -> None:
     assert state.slot_of.tolist() == tables.slot_of
-    assert state.owner_of.tolist() == tables.owner_of
-    assert state.score.tolist() == tables.score
+    assert state.owner_of.tolist()[: len(tables.owner_of)] == tables.owner_of
+    _compare_values(state, tables)
     assert state.last_use.tolist() == tables.last_use
-    assert state.state.tolist()[:2] == [tables.now, tables.cursor]
+    if state.geometry.max_fetch:
+        found = state.state.tolist()
+        assert (found[0], found[1], found[4]) == (tables.now, tables.cursor, tables.free)
+
+
+def _compare_values(state: object, tables: oracle.CacheTables) -> None:
+    """Bit for bit."""
+    assert state.counters.tolist() == [list(f) for f in tables.counters]
+    assert state.values.tolist() == list(tables.values)
 
 
 def _compare_request(

@@ -14,6 +14,7 @@ from headrace.core.weight_shapes import (
     core_shapes,
     dense_shapes,
     expert_shapes,
+    norm_shapes,
     router_shapes,
 )
 
@@ -78,8 +79,7 @@ def _expected(
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Canonical names and shapes; experts in whichever way the file stores them."""
     yield from core_shapes(spec).items()
-    norm = {"attn_norm": (spec.hidden,), "ffn_norm": (spec.hidden,)}
-    every = {**norm, **attention_shapes(spec)}
+    every = {**norm_shapes(spec), **attention_shapes(spec)}
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}."
         shapes = dict(every)

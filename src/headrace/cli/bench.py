@@ -10,20 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.bench_report import draw_png, lines_of_plot, print_table, require_matplotlib
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import note
 from headrace.core.errors import HeadraceError
-from headrace.machine.link import link_peak_gbps, read_link
-from headrace.machine.probe import probe_machine
-from headrace.machine.profile import MachineProfile
-from headrace.machine.profile_store import machine_key, profiles_folder, save_profile
-from headrace.machine.threads import choose_threads
 
 if TYPE_CHECKING:
     from headrace.machine.gpu_rates import CudaSide
     from headrace.machine.pages import HostBlock
+    from headrace.machine.profile import MachineProfile
 
 # Read by the loops: many last-level caches, of which two-socket machines have a quarter of a gigabyte.
 _READ_NBYTES = 4 << 30
@@ -50,6 +45,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from headrace.cli.bench_report import draw_png, lines_of_plot, print_table, require_matplotlib
+
     if args.png is not None:
         require_matplotlib()  # before the minute, not after it
     with loading_progress() as progress:
@@ -72,7 +69,12 @@ def measure(
     """Measure and store: the profile, theoretical peaks by name of rate, and where it lies."""
     from headrace.experts.measure import expert_loads
     from headrace.machine.bandwidth import HostLoads, Measurement
+    from headrace.machine.link import link_peak_gbps, read_link
     from headrace.machine.pages import HostBlock
+    from headrace.machine.peaks import published_peaks
+    from headrace.machine.probe import probe_machine
+    from headrace.machine.profile_store import machine_key, profiles_folder, save_profile
+    from headrace.machine.threads import choose_threads
     from headrace.ops.measure import read_load
     from headrace.ops.registry import cpu_experts
 
@@ -93,7 +95,7 @@ def measure(
             loads = HostLoads(read_load(block), experts)
             profile = Measurement(machine, loads, gpu, link, progress).run()
             if gpu is not None:
-                peaks = gpu.peaks()
+                peaks = published_peaks(gpu.profile) | gpu.peaks()
                 peak = link_peak_gbps(link)
                 names = ("pcie_h2d", "pcie_d2h", "pcie_gather")
                 peaks |= {} if peak is None else dict.fromkeys(names, peak)

@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
 from headrace.machine.probe import Machine, importable, probe_machine
-from headrace.machine.profile import MachineProfile
-from headrace.machine.profile_store import age_days, profile_of, with_profile
 from headrace.machine.threads import ThreadChoice, choose_threads
+
+if TYPE_CHECKING:
+    from headrace.machine.profile import MachineProfile
 
 
 def add_parser(commands: Commands) -> None:
@@ -35,13 +36,14 @@ class Kernels:
     serving: dict[str, str]
     isa: str | None = None  # the instruction set that the C++ kernels use
     refused: str | None = None  # why every other command will refuse to start
+    gpu: str | None = "not looked at"  # why the GPU's kernels cannot be used, None if they can
 
 
 def look_at_kernels() -> Kernels:
     """Import the op registry and ask each back-end. Imports torch where it is installed."""
     if not importable("torch"):
         missing = "torch is not installed"
-        return Kernels({"cpu": missing, "reference": missing}, {})
+        return Kernels({"cpu": missing, "reference": missing}, {}, gpu=missing)
     from headrace.machine.device import HostDevice
     from headrace.ops import registry
 
@@ -58,7 +60,7 @@ def look_at_kernels() -> Kernels:
     try:
         serving = registry.resolve(usable).describe()
         isa = registry.instruction_set("cpu") if reasons.get("cpu", "") is None else None
-        return Kernels(reasons, serving, isa, refused)
+        return Kernels(reasons, serving, isa, refused, registry.unavailable_reason("triton"))
     except Exception as error:
         return Kernels({**reasons, "registry": f"{type(error).__name__}: {error}"}, {})
 
@@ -105,6 +107,8 @@ class Accounts:
 
 def look_at_accounts(machine: Machine) -> Accounts:
     """Decide the pin budget and find the profile."""
+    from headrace.machine.profile_store import profile_of
+
     profile, note = profile_of(machine)
     if not importable("torch"):
         return Accounts(profile=profile, profile_note=note)
@@ -115,6 +119,8 @@ def look_at_accounts(machine: Machine) -> Accounts:
 
 
 def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]]:
+    from headrace.machine.profile_store import age_days
+
     found: list[tuple[str, str]] = []
     if not machine.gpus:
         found.append(("pinned memory", "none: there is no GPU to read it"))
@@ -149,6 +155,14 @@ def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
+def _device_line(machine: Machine, kernels: Kernels) -> str:
+    if not machine.gpus:
+        return "the CPU"
+    if kernels.gpu is not None:
+        return f"the CPU, not the GPU: {kernels.gpu}"
+    return "the GPU (--device); experts that do not fit it stay in host memory (--experts)"
+
+
 def lines(
     machine: Machine, threads: ThreadChoice, kernels: Kernels, accounts: Accounts | None = None
 ) -> list[tuple[str, str]]:
@@ -170,7 +184,7 @@ def lines(
         ("C++ extension", native_line(kernels)),
         ("will use", f"{threads.threads} threads: {threads.reason}"),
         ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
-        ("", "the CPU" + (": this version has no GPU kernels" if machine.gpus else "")),
+        ("", _device_line(machine, kernels)),
     ]
 
 
@@ -178,6 +192,8 @@ def report(
     machine: Machine, threads: ThreadChoice, kernels: Kernels, accounts: Accounts | None = None
 ) -> dict[str, Any]:
     """The report as data."""
+    from headrace.machine.profile_store import age_days
+
     accounts = accounts or Accounts()
     profile = accounts.profile
     return {
@@ -193,7 +209,7 @@ def report(
         },
         "kernels": dataclasses.asdict(kernels),
         "will_use": {
-            "device": "cpu",
+            "device": "cuda" if machine.gpus and kernels.gpu is None else "cpu",
             "threads": threads.threads,
             "cpus": threads.cpus,
             "reason": threads.reason,
@@ -203,6 +219,8 @@ def report(
 
 
 def run(args: argparse.Namespace) -> int:
+    from headrace.machine.profile_store import with_profile
+
     machine = with_profile(probe_machine(gpus=True))
     threads = choose_threads(
         machine.cpu, reserve=1 if machine.gpus else 0, measured=machine.measured_threads

@@ -65,6 +65,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
+    png: Path | None = args.png
+    if png is not None:
+        from headrace.explain.report_png import require_matplotlib
+
+        require_matplotlib()
     config = engine_config(args)
     with loading_progress() as progress, ctrl_c_ends_at_once():
         from headrace.engine.engine import Engine
@@ -86,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
         engine.close()
     if report is None:
         raise InternalError(f"no {args.step} step was seen")
-    if args.png is not None:
+    if png is not None:
         from headrace.explain.report_png import write_png
 
-        write_png(report, *roofs_of(machine), args.png)
-        note(f"the roofline is in {args.png}")
+        write_png(report, *roofs_of(machine), png)
+        note(f"the roofline is in {png}")
     if args.json:
         print(json.dumps(report.to_data()))
     else:

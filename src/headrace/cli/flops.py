@@ -61,22 +61,17 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
 
 
 def find_machine(name: str, symbols: Symbols) -> MachineProfile:
-    """A machine of the catalogue, or of a file.
+    """A machine of the examples or of the catalogue of machines, or of a file.
 
     Raises:
         ConfigError: there is none of this name, or the file is not a profile.
     """
+    from headrace.machine.known import known_machine
     from headrace.machine.profile import MachineProfile
 
     if name in symbols.machines:
         return symbols.machines[name]
-    if name.endswith(".json"):
-        return MachineProfile.load(Path(name))
-    raise ConfigError(
-        f"there is no machine {name!r}",
-        hint=f"known: {', '.join(symbols.machines)}; or a profile's .json file",
-        param="--machine",
-    )
+    return MachineProfile.load(Path(name)) if name.endswith(".json") else known_machine(name)
 
 
 def given_values(pairs: list[str]) -> dict[str, float]:
@@ -97,6 +92,26 @@ def given_values(pairs: list[str]) -> dict[str, float]:
     return values
 
 
+def model_values(name: str) -> tuple[dict[str, float], float]:
+    """Symbols of a bundled configuration or of a model that is here, and its bytes a weight.
+
+    Raises:
+        HeadraceError: there is none of this name, or its architecture has no kernels here.
+    """
+    from headrace.core.config_library import bundled_model, bundled_names
+    from headrace.explain.catalogue.shape import values_of, values_of_plan
+
+    if name.rsplit("/", 1)[-1].lower() in bundled_names():
+        plan = bundled_model(name).spec()
+        return values_of_plan(plan), plan.weights_nbytes / plan.total_weights
+    from headrace.checkpoint.open import open_checkpoint
+    from headrace.core.weight_shapes import num_parameters
+
+    checkpoint = open_checkpoint(name)
+    average = checkpoint.nbytes / num_parameters(checkpoint.spec).total
+    return values_of(checkpoint.spec, average), average
+
+
 def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record], Setting]:
     """What a record's formulas are evaluated with: the flags over the record's own profile."""
     from dataclasses import replace
@@ -108,13 +123,8 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
     model: str | None = args.model
     about = ""
     if model is not None and model not in symbols.profiles:
-        from headrace.checkpoint.open import open_checkpoint
-        from headrace.core.weight_shapes import num_parameters
-        from headrace.explain.catalogue.shape import values_of
-
-        checkpoint = open_checkpoint(model)
-        average = checkpoint.nbytes / num_parameters(checkpoint.spec).total
-        values = {**values_of(checkpoint.spec, average), **values}
+        found, average = model_values(model)
+        values = {**found, **values}
         about = f"{model}, {average:.2f} bytes a weight"
     profile = model if model in symbols.profiles else None
 

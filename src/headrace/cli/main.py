@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from headrace import __version__
 from headrace.cli import (
     bench,
+    calibrate,
     chat,
     demo,
     doctor,
@@ -27,7 +28,7 @@ from headrace.cli import (
 from headrace.cli.flags import Parser
 from headrace.cli.reporting import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, prepare_streams, report
 
-COMMANDS = (run, chat, serve, models, plan, explain, doctor, bench, demo, flops, kernels)
+COMMANDS = (run, chat, serve, models, plan, explain, calibrate, doctor, bench, demo, flops, kernels)
 EPILOG = """\
 MODEL is a folder with config.json and safetensors, a .gguf file, a hub id (owner/name) or an alias
 such as tiny (built in) or smollm2. Answers go to standard output; progress and messages to standard

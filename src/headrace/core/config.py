@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KV_FORMATS = ("f32", "bf16")
+KV_FORMATS = ("auto", "f32", "bf16", "fp8", "nvfp4k-fp8v")
 DEVICES = ("auto", "cpu", "cuda")
 DENSE_FORMATS = ("bf16", "f16", "f32")
 EXPERT_MODES = ("auto", "gpu", "cpu", "stream", "hybrid")

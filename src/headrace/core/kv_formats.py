@@ -21,6 +21,7 @@ MAX_RANK = 4
 # The unit of residual codes, in key scales g: |U^T (k - k^)| <= sqrt(256) * max error, and an error is at
 # most one step of the largest E4M3 scale (448 g), so 16 * 448 g is never exceeded by heads up to 256.
 RESIDUAL_UNIT = 16.0
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)

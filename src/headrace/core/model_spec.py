@@ -52,10 +52,14 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: ``window`` tokens of attention (None: all of them), mixture or dense."""
+    """One decoder layer: ``window`` tokens of attention (None: all of them), mixture or dense.
+
+    ``rope``: a rotary embedding of this layer's own, None for the model's.
+    """
 
     window: int | None
     moe: bool
+    rope: RopeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ class ModelSpec:
     o_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm of q and k: per head or whole row
     sinks: bool = False  # one learned logit per head that joins the softmax
-    activation: Literal["silu", "swiglu_clamped"] = "silu"
+    post_norms: bool = False  # a norm behind attention and one behind the feed-forward (Gemma 3)
+    embed_scale: float = 1.0  # multiplies embedded tokens
+    attention_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     bos_token_id: int | None = None

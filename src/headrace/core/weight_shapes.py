@@ -73,6 +73,14 @@ def attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def norm_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer's norms of the residual stream; names without ``layers.{i}.``."""
+    names = ["attn_norm", "ffn_norm"]
+    if spec.post_norms:
+        names += ["attn_post_norm", "ffn_post_norm"]
+    return dict.fromkeys(names, (spec.hidden,))
+
+
 def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of one layer's dense feed-forward."""
     inner = (spec.intermediate, spec.hidden)
@@ -112,7 +120,7 @@ def num_parameters(spec: ModelSpec) -> ParameterCounts:
         dense_ffn=(spec.num_layers - mixtures) * _total(dense_shapes(spec)),
         experts=mixtures * _total(expert_shapes(spec, moe)) if moe else 0,
         router=mixtures * _total(router_shapes(spec, moe)) if moe else 0,
-        norm=(2 * spec.num_layers + 1) * spec.hidden,
+        norm=spec.num_layers * _total(norm_shapes(spec)) + spec.hidden,
     )
 
 

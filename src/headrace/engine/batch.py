@@ -10,13 +10,19 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.step import ScheduledChunk
-from headrace.ops.records import AttentionBatch
+from headrace.kv.open_pages import OpenPages
+from headrace.ops.records import AttentionBatch, OpenBatch
 
 
 def build_batch(
-    chunks: Sequence[ScheduledChunk], block_tokens: int, device: torch.device
+    chunks: Sequence[ScheduledChunk],
+    block_tokens: int,
+    device: torch.device,
+    open_pages: OpenPages | None = None,
 ) -> tuple[torch.Tensor, AttentionBatch]:
     """Lay the chunks out one after the other.
+
+    ``open_pages``: hands out the open pages of a cache whose pages are sealed.
 
     Returns the token ids, int64 [T], and the batch that describes them.
     """
@@ -49,4 +55,25 @@ def build_batch(
         positions=tensor(positions),
         slots=tensor(slots),
         decode=decode,
+        open=None if open_pages is None else _open_batch(chunks, block_tokens, device, open_pages),
     )
+
+
+def _open_batch(
+    chunks: Sequence[ScheduledChunk], size: int, device: torch.device, open_pages: OpenPages
+) -> OpenBatch:
+    open_pages.begin()
+    found = [open_pages.open_chunk(c.start, len(c.token_ids), c.block_ids) for c in chunks]
+    pages = np.zeros((len(chunks), max(len(f.slots) for f in found)), np.int32)
+    rows: list[npt.NDArray[np.int64]] = []
+    for index, (chunk, one) in enumerate(zip(chunks, found, strict=True)):
+        pages[index, : len(one.slots)] = one.slots
+        positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int64)
+        slots = np.array(one.slots, np.int64)[positions // size - chunk.start // size]
+        rows.append(slots * size + positions % size)
+    seals = np.array([s for f in found for s in f.seals], np.int32).reshape(-1, 3)
+
+    def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
+
+    return OpenBatch(tensor(np.concatenate(rows)), tensor(pages), tensor(seals))

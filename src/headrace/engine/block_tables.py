@@ -16,11 +16,23 @@ class BlockTables:
 
     The invariant: a block that another sequence refers to, or that the prefix cache knows, is never
     written. ``extend`` puts a copy in its place before the write.
+
+    Args:
+        sealed: blocks are quantised once full; ``num_first``: how many may start a sequence.
     """
 
-    def __init__(self, num_blocks: int, prefix: PrefixCache, use_cache: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        prefix: PrefixCache,
+        use_cache: bool,
+        *,
+        sealed: bool = False,
+        num_first: int | None = None,
+    ) -> None:
         self.prefix = prefix
-        self.pool = BlockPool(num_blocks, on_evict=prefix.forget)
+        self.pool = BlockPool(num_blocks, on_evict=prefix.forget, num_first=num_first)
+        self._sealed = sealed
         self.size = prefix.block_tokens
         self._use_cache = use_cache
 
@@ -39,11 +51,12 @@ class BlockTables:
             self.pool.references(seq.blocks[first]) > 1 or self.pool.is_kept(seq.blocks[first])
         )
         missing = -(-(seq.num_computed + count) // self.size) - len(seq.blocks)
-        new = self.pool.allocate(max(missing, 0) + copy)
+        starts = first == 0 and (copy or not seq.blocks)
+        new = self.pool.allocate(max(missing, 0) + copy, first=int(starts))
         if new is None:
             return False
         if copy:
-            source, seq.blocks[first] = seq.blocks[first], new.pop()
+            source, seq.blocks[first] = seq.blocks[first], new.pop(0)
             copies.append((source, seq.blocks[first]))
             self.pool.free([source])
         seq.blocks.extend(new)
@@ -89,8 +102,15 @@ class BlockTables:
         seq.num_computed = len(seq.blocks) * self.size
 
     def share_prompt(self, seq: Sequence, source: Sequence) -> None:
-        """Start ``seq``, which has no blocks, from the prompt that its sibling has computed."""
+        """Start ``seq``, which has no blocks, from the prompt that its sibling has computed.
+
+        Where blocks are sealed once they are full, a full one cannot be written to again: then
+        ``seq`` computes all of that block's tokens itself.
+        """
         seq.num_computed = min(seq.group.num_prompt, len(seq.tokens) - 1)
+        begun = seq.num_computed // self.size
+        if self._sealed and source.num_computed >= (begun + 1) * self.size:
+            seq.num_computed = begun * self.size
         seq.blocks = source.blocks[: -(-seq.num_computed // self.size)]
         seq.nodes = source.nodes[: seq.num_computed // self.size]
         self.pool.share(seq.blocks)

@@ -18,6 +18,9 @@ DEFAULT_MAX_NUM_SEQS = 16
 # Small blocks lose fewer tokens at the end of a shared prefix (half a block on average), large ones
 # make attention read longer runs: a head's keys in a block of 32 x 64 float32 are two 4 KiB pages.
 DEFAULT_BLOCK_TOKENS = 32
+# Sealed pages share a reference vector and scales: 2 % of 64 tokens, and pages of 32 to 128 are about
+# equally accurate (docs/kv-cache.md).
+DEFAULT_SEALED_BLOCK_TOKENS = 64
 # What is free now is not free later: the rest of the system gets a tenth.
 SYSTEM_SHARE = 10
 # A context that holds no useful question and answer is refused rather than offered.
@@ -77,11 +80,13 @@ def positive(name: str, value: int | None) -> int | None:
     return value
 
 
-def choose_block_tokens(config: EngineConfig, chosen: Chosen) -> int:
-    """Tokens of a KV block."""
+def choose_block_tokens(config: EngineConfig, chosen: Chosen, *, sealed: bool = False) -> int:
+    """Tokens of a KV block. ``sealed``: blocks are quantised as a whole."""
     given = one_of("block_tokens", config.block_tokens, BLOCK_TOKENS)
-    size = given or DEFAULT_BLOCK_TOKENS
+    size = given or (DEFAULT_SEALED_BLOCK_TOKENS if sealed else DEFAULT_BLOCK_TOKENS)
     reason = "a shared prefix loses half a block on average, attention reads runs"
+    if sealed:
+        reason = "what a page shares costs 2 %"
     chosen("block_tokens", size, why(given, reason))
     return size
 

@@ -54,9 +54,9 @@ class Engine:
         self._tokenizer = parts.tokenizer
         self._vocab = parts.decoder.spec.vocab
         self._decoder = parts.decoder
-        self._cache = parts.kv[0]
         self._profiler: StepProfiler | None = None
         self._scheduler = Scheduler(parts.scheduler)
+        pool = self._scheduler.tables.pool
         self._device = parts.device
         self._experts = parts.experts
         self._runner = Runner(
@@ -65,6 +65,7 @@ class Engine:
             parts.scheduler.max_num_seqs,
             parts.device.torch_device,
             parts.graphs,
+            is_owned=lambda block: pool.references(block) > 0,
         )
         self._requests: dict[str, LiveRequest] = {}
         self._sequences: dict[int, LiveSequence] = {}
@@ -148,7 +149,9 @@ class Engine:
             self._profiler.stop()
             self._profiler = None
         if on:
-            self._profiler = StepProfiler(self._decoder, self._cache, self.info.kv_format)
+            self._profiler = StepProfiler(
+                self._decoder, self.info.kv_format, self.info.block_tokens
+            )
             self._profiler.start()
         return self._profiler
 

@@ -143,4 +143,6 @@ def report_of(
 ) -> ExplainReport | None:
     """The report of the phase's steps; None where the watch saw none."""
     sample = watch.sample(phase)
-    return None if sample is None else explain(engine.info.model, sample, watch.model, machine)
+    if sample is None:
+        return None
+    return explain(engine.info.model, sample, watch.model, machine, engine.info.threads)

@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
+from headrace.checkpoint.fingerprint import weights_hash
 from headrace.checkpoint.open import open_checkpoint
 from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.config import EngineConfig
 from headrace.core.errors import DoesNotFitError
+from headrace.core.kv_formats import FORMATS
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.status import EngineInfo
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.expert_runtime import ExpertPlace, supported_formats
+from headrace.engine.kv_choice import KVSupport
 from headrace.engine.parts import EngineParts
 from headrace.engine.resolve import GpuSupport, Resolved, resolve
 from headrace.engine.scheduler import SchedulerConfig
-from headrace.kv.storage import allocate_kv, is_out_of_memory
+from headrace.kv.directions import Directions, load_directions
+from headrace.kv.storage import allocate_cache, is_out_of_memory
 from headrace.machine.cuda_device import visible_gpus
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
@@ -29,7 +33,7 @@ from headrace.machine.profile_store import with_profile
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
-from headrace.ops.records import LayerKV
+from headrace.ops.records import LayerCache, LayerKV
 from headrace.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
     machine = with_profile(find_machine(config))
+    found = find_directions(config, checkpoint)
     resolved = resolve(
         config,
         checkpoint.spec,
@@ -61,13 +66,14 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         missing_kernels=registry.unavailable_reason("cpu"),
         sizes=model_sizes(checkpoint),
         gpu=gpu_support(machine),
+        kv=kv_support(found),
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
     set_threads(resolved)
     device = open_device(resolved, machine)
     ops = registry.resolve(_backends(resolved))
-    experts = ExpertPlace(resolved, device, ops, progress)
+    experts = ExpertPlace(resolved, device, machine, progress)
     try:
         decoder = load_model(
             checkpoint,
@@ -78,14 +84,15 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
             executor_factory=experts.factory,
             progress=progress,
         )
-        kv = allocate_kv(
+        kv = allocate_cache(
             checkpoint.spec,
-            resolved.num_blocks + (resolved.device == "cuda"),  # padding's own block
-            resolved.block_tokens,
+            resolved.kv_pool,
             resolved.kv_format,
             device.torch_device,
+            found.directions if found is not None and resolved.kv_rank else None,
         )
-        graphs = capture_graphs(resolved, device, decoder, kv, progress)
+        with experts.awake():
+            graphs = capture_graphs(resolved, device, decoder, kv, progress)
     except Exception as error:
         if resolved.vram is None or not is_out_of_memory(error):
             raise
@@ -183,14 +190,15 @@ def capture_graphs(
     resolved: Resolved,
     device: Device,
     decoder: Decoder,
-    kv: list[LayerKV],
+    kv: Sequence[LayerCache],
     progress: Progress | None,
 ) -> DecodeGraphs | None:
     """Capture decoding, where the device has something to gain from it."""
-    if resolved.device != "cuda" or resolved.backend != "triton":
+    plain = [cache for cache in kv if isinstance(cache, LayerKV)]
+    if resolved.device != "cuda" or resolved.backend != "triton" or len(plain) < len(kv):
         return None
     graphs = DecodeGraphs(
-        decoder, kv, device, max_batch=resolved.max_num_seqs, context=resolved.context
+        decoder, plain, device, max_batch=resolved.max_num_seqs, context=resolved.context
     )
     graphs.capture(progress)
     return graphs
@@ -205,7 +213,24 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
         max_batch_tokens=resolved.max_batch_tokens,
         max_num_seqs=resolved.max_num_seqs,
         prefix_cache=config.prefix_cache,
+        sealed=FORMATS[resolved.kv_format].sealed,
+        num_first=resolved.kv_pool.num_first or None,
+        kv_key=resolved.kv_key,
     )
+
+
+def find_directions(config: EngineConfig, checkpoint: Checkpoint) -> Directions | None:
+    """The residual directions of these weights, looked up only where a format could use them."""
+    named = FORMATS.get(config.kv_format or "")
+    if config.kv_format != "auto" and (named is None or not named.max_rank):
+        return None
+    return load_directions(weights_hash(checkpoint), checkpoint.spec)
+
+
+def kv_support(found: Directions | None) -> KVSupport:
+    """Which back-ends have kernels for sealed pages, and which directions they could use."""
+    able = {b for b in registry.BACKENDS if registry.serves(b, registry.SEALED)}
+    return KVSupport(frozenset(able), None if found is None else found.key)
 
 
 def set_threads(resolved: Resolved) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from headrace.core.errors import DoesNotFitError
 from headrace.core.model_spec import ModelSpec
 
-KV_ELEMENT_NBYTES = {"f32": 4, "bf16": 2}
-
 # Resident memory of our processes beside the planned parts. Measured 2026-11-29 on Linux x86-64,
 # Python 3.11: 237 MB with torch 2.13 (CPU) and tokenizers imported; the HTTP process about 100 MB;
 # the rest is slack for allocators that do not return what they free.
@@ -80,7 +78,9 @@ def workspace_nbytes(
     feed_forward = tokens * (4 * spec.hidden + 3 * width)
     # raw logits, the sampler's float32 weights, float64 sums and ids of one row
     logits = max_num_seqs * spec.vocab + 6 * spec.vocab
-    rotary = context * spec.rope.dim
+    rotary = context * sum(
+        (rope or spec.rope).dim for rope in {layer.rope for layer in spec.layers}
+    )
     elements = max(attention, feed_forward, logits) + rotary
     if backend == "reference":
         rows = min(_REFERENCE_QUERY_ROWS, tokens)
@@ -89,11 +89,6 @@ def workspace_nbytes(
         matrix = max(spec.vocab, spec.intermediate) * spec.hidden
         elements += max(scores + gathered, 2 * matrix)
     return elements * f32
-
-
-def kv_nbytes(spec: ModelSpec, kv_tokens: int, kv_format: str) -> int:
-    """Bytes of a KV pool of ``kv_tokens`` tokens over all layers."""
-    return kv_tokens * spec.kv_nbytes_per_token(KV_ELEMENT_NBYTES[kv_format])
 
 
 def _mb(nbytes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.runner import DecoderLike
 from headrace.engine.scheduler import SchedulerConfig
 from headrace.machine.device import Device
-from headrace.ops.records import LayerKV
+from headrace.ops.records import LayerCache
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -40,7 +41,7 @@ class EngineParts:
     """Put together by ``engine.loading``; tests put toys in."""
 
     decoder: DecoderLike
-    kv: list[LayerKV]  # one for each layer
+    kv: Sequence[LayerCache]  # one for each layer
     tokenizer: Tokenizer
     scheduler: SchedulerConfig
     info: EngineInfo

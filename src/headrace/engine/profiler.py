@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from headrace.core.errors import InternalError
+from headrace.core.kv_formats import FORMATS
 from headrace.core.model_spec import ModelSpec
 from headrace.core.step import ClassStats, MovedBytes, StepPlan
 from headrace.explain import leaf
@@ -23,7 +24,6 @@ from headrace.explain.running_cost import (
     running_cost,
 )
 from headrace.formats.base import PackedTensor
-from headrace.ops.records import LayerKV
 from headrace.ops.registry import BLOCKS, OpSet
 
 OP_CLASSES = {
@@ -35,6 +35,9 @@ OP_CLASSES = {
     "kv_append": leaf.KV_APPEND,
     "attention_prefill": leaf.ATTENTION_PREFILL,
     "attention_decode": leaf.ATTENTION_DECODE,
+    "sealed_append": leaf.KV_APPEND,
+    "sealed_attention_prefill": leaf.ATTENTION_PREFILL,
+    "sealed_attention_decode": leaf.ATTENTION_DECODE,
     "router_topk": leaf.ROUTER,
     "moe": leaf.EXPERTS_GPU,
 }
@@ -61,7 +64,7 @@ class Profilable(Protocol):
     def matrices(self) -> Iterator[tuple[str, PackedTensor]]: ...
 
 
-def running_model(decoder: Profilable, cache: LayerKV, kv_format: str) -> RunningModel:
+def running_model(decoder: Profilable, kv_format: str, block_tokens: int) -> RunningModel:
     """The loaded model as numbers."""
     kinds: dict[str, list[PackedTensor]] = {}
     for kind, weight in decoder.matrices():
@@ -77,14 +80,11 @@ def running_model(decoder: Profilable, cache: LayerKV, kv_format: str) -> Runnin
         )
         for kind, weights in kinds.items()
     }
-    keys = cache.keys
+    spec = decoder.spec
+    page = FORMATS[kv_format].page_nbytes(block_tokens, spec.head_dim)
+    gpu = any(part.is_cuda for _, weight in decoder.matrices() for part in weight.parts.values())
     return RunningModel(
-        decoder.spec,
-        matrices,
-        float(keys.element_size()),
-        kv_format,
-        keys.is_cuda,
-        cache.block_tokens,
+        spec, matrices, page / (2 * block_tokens * spec.head_dim), kv_format, gpu, block_tokens
     )
 
 
@@ -98,10 +98,10 @@ def _elements(weight: PackedTensor) -> int:
 class StepProfiler:
     """Watches a decoder's operations; ``take`` gives what was seen since the last time."""
 
-    def __init__(self, decoder: object, cache: LayerKV, kv_format: str) -> None:
+    def __init__(self, decoder: object, kv_format: str, block_tokens: int) -> None:
         if not isinstance(decoder, Profilable):
             raise InternalError(f"{type(decoder).__name__} has no operations to watch")
-        self.model = running_model(decoder, cache, kv_format)
+        self.model = running_model(decoder, kv_format, block_tokens)
         self.ops = decoder.ops
         names = classes_of([kind for kind, _ in decoder.matrices()])
         self._products = {id(w): names[k] for k, w in decoder.matrices() if k != "embed"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.core.config import DEVICES, EXPERT_MODES, KV_FORMATS, EngineConfig
+from headrace.core.config import DEVICES, EXPERT_MODES, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
@@ -19,13 +19,11 @@ from headrace.engine.choosing import (
     host_budget,
     one_of,
     require_expert_store,
-    why,
 )
+from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
-    KV_ELEMENT_NBYTES,
     RESERVE_NBYTES,
     MemoryPlan,
-    kv_nbytes,
     workspace_nbytes,
 )
 from headrace.engine.resolve_gpu import resolve_on_gpu
@@ -57,6 +55,7 @@ def resolve(
     missing_kernels: str | None = None,
     sizes: ModelSizes | None = None,
     gpu: GpuSupport | None = None,
+    kv: KVSupport | None = None,
 ) -> Resolved:
     """Choose everything, or refuse before a weight is read.
 
@@ -68,6 +67,7 @@ def resolve(
         missing_kernels: why the C++ kernels cannot be used, None if they can.
         sizes: how the weights are stored; needed to choose a GPU.
         gpu: what of this installation could run on one.
+        kv: what is there for KV formats that seal pages.
 
     Raises:
         ConfigError: a value is not possible here, or two contradict each other.
@@ -80,7 +80,7 @@ def resolve(
     warnings: tuple[str, ...] = ()
     if reason is None:
         try:
-            return resolve_on_gpu(config, spec, machine, sizes, support)
+            return resolve_on_gpu(config, spec, machine, sizes, support, kv or KVSupport())
         except DoesNotFitError as error:
             if _insists_on_gpu(config):
                 raise
@@ -89,7 +89,11 @@ def resolve(
     elif machine.gpus and config.device == "auto" and config.backend is None:
         warnings = (f"computing on the CPU: {reason}",)
     return _resolve_on_cpu(
-        config, spec, machine, weights_nbytes, _Host(missing_kernels, reason, warnings)
+        config,
+        spec,
+        machine,
+        weights_nbytes,
+        _Host(missing_kernels, reason, warnings, kv or KVSupport()),
     )
 
 
@@ -100,6 +104,7 @@ class _Host:
     missing_kernels: str | None
     reason: str
     warnings: tuple[str, ...]
+    kv: KVSupport
 
 
 def _resolve_on_cpu(
@@ -116,10 +121,10 @@ def _resolve_on_cpu(
     backend = _backend(config, host.missing_kernels, chosen)
     threads = choose_threads(machine.cpu, config.threads, measured=machine.measured_threads)
     chosen("threads", threads.threads, threads.reason)
-    kv_format = one_of("--kv-format", config.kv_format, KV_FORMATS)
-    chosen("kv_format", kv_format or "f32", why(kv_format, "activations are float32 on a CPU"))
-    kv_format = kv_format or "f32"
-    block_tokens = choose_block_tokens(config, chosen)
+    kv = choose_kv(
+        config, spec, host.kv, backend, ("f32", "activations are float32 on a CPU"), chosen
+    )
+    block_tokens = choose_block_tokens(config, chosen, sealed=kv.format.sealed)
     seqs, batch = batch_limits(
         config,
         DEFAULT_MAX_BATCH_TOKENS,
@@ -137,7 +142,8 @@ def _resolve_on_cpu(
             backend=backend,
         )
 
-    room = _HostRoom(spec, kv_format, block_tokens, weights_nbytes, budget)
+    pool = KVPool(spec, kv, block_tokens, seqs, batch)
+    room = _HostRoom(pool, block_tokens, weights_nbytes, budget)
     context = choose_context(config, spec, room, workspace, chosen)
     num_blocks = choose_pool(
         config,
@@ -154,7 +160,10 @@ def _resolve_on_cpu(
     missing = host.missing_kernels
     return Resolved(
         context=context,
-        kv_format=kv_format,
+        kv_format=kv.format.name,
+        kv_pool=pool.shape(num_blocks),
+        kv_rank=kv.rank,
+        kv_key=kv.key,
         block_tokens=block_tokens,
         max_batch_tokens=batch,
         max_num_seqs=seqs,
@@ -164,7 +173,12 @@ def _resolve_on_cpu(
         experts="cpu",
         plan=plan,
         choices=tuple(choices),
-        warnings=(*host.warnings, *threads.warnings, *_warnings(config, backend, missing, plan)),
+        warnings=(
+            *host.warnings,
+            *kv.warnings,
+            *threads.warnings,
+            *_warnings(config, backend, missing, plan),
+        ),
     )
 
 
@@ -186,8 +200,7 @@ def _warnings(
 class _HostRoom:
     """Host memory as the KV pool sees it."""
 
-    spec: ModelSpec
-    kv_format: str
+    pool: KVPool
     block_tokens: int
     weights_nbytes: int
     budget_nbytes: int
@@ -195,7 +208,7 @@ class _HostRoom:
     def plan(self, kv_tokens: int, workspace: int) -> MemoryPlan:
         return MemoryPlan(
             weights_nbytes=self.weights_nbytes,
-            kv_nbytes=kv_nbytes(self.spec, kv_tokens, self.kv_format),
+            kv_nbytes=self.pool.nbytes(-(-kv_tokens // self.block_tokens)),
             workspace_nbytes=workspace,
             reserve_nbytes=RESERVE_NBYTES,
             budget_nbytes=self.budget_nbytes,
@@ -203,9 +216,9 @@ class _HostRoom:
 
     def tokens(self, workspace: int, share: int = 1) -> int:
         """See ``choosing.Room``."""
-        per_token = self.spec.kv_nbytes_per_token(KV_ELEMENT_NBYTES[self.kv_format])
-        free = max(0, self.plan(0, workspace).headroom_nbytes)
-        return free // share // per_token // self.block_tokens * self.block_tokens
+        empty = self.plan(0, workspace)
+        free = max(0, empty.headroom_nbytes + empty.kv_nbytes)
+        return self.pool.blocks_in(free // share) * self.block_tokens
 
 
 def _why_not_gpu(config: EngineConfig, machine: Machine, support: GpuSupport) -> str | None:

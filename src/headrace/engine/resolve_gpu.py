@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headrace.core.config import DENSE_FORMATS, KV_FORMATS, EngineConfig
+from headrace.core.config import DENSE_FORMATS, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
@@ -22,11 +22,10 @@ from headrace.engine.choosing import (
     require_expert_store,
     why,
 )
+from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
-    KV_ELEMENT_NBYTES,
     RESERVE_NBYTES,
     MemoryPlan,
-    kv_nbytes,
 )
 from headrace.engine.resolved import GpuSupport, Resolved
 from headrace.engine.vram_plan import (
@@ -61,6 +60,7 @@ def resolve_on_gpu(
     machine: Machine,
     sizes: ModelSizes,
     support: GpuSupport,
+    kv_support: KVSupport,
 ) -> Resolved:
     """Choose everything for the first GPU.
 
@@ -83,15 +83,11 @@ def resolve_on_gpu(
     )
     chosen("threads", threads.threads, threads.reason)
     dense = _dense_format(config, sizes, chosen)
-    kv_format = one_of("--kv-format", config.kv_format, KV_FORMATS)
-    default = "f32" if dense == "f32" else "bf16"
-    chosen(
-        "kv_format",
-        kv_format or default,
-        why(kv_format, "what tensor cores multiply" if default == "bf16" else "as the matrices"),
-    )
-    kv_format = kv_format or default
-    block_tokens = choose_block_tokens(config, chosen)
+    default = ("bf16", "what tensor cores multiply")
+    if dense == "f32":
+        default = ("f32", "as the matrices")
+    kv = choose_kv(config, spec, kv_support, backend, default, chosen)
+    block_tokens = choose_block_tokens(config, chosen, sealed=kv.format.sealed)
     seqs, batch = batch_limits(
         config, DEFAULT_MAX_BATCH_TOKENS, "enough rows to keep the tensor cores busy", chosen
     )
@@ -110,7 +106,8 @@ def resolve_on_gpu(
         experts_nbytes=0,
         budget_nbytes=budget,
     )
-    room = _GpuRoom(spec, kv_format, block_tokens, empty)
+    pool = KVPool(spec, kv, block_tokens, seqs, batch)
+    room = _GpuRoom(spec, pool, block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
     chosen("experts", placed.mode, placed.reason)
     require_expert_store(config, None if placed.layout else placed.reason)
@@ -146,7 +143,10 @@ def resolve_on_gpu(
     chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
     return Resolved(
         context=context,
-        kv_format=kv_format,
+        kv_format=kv.format.name,
+        kv_pool=pool.shape(num_blocks + 1),
+        kv_rank=kv.rank,
+        kv_key=kv.key,
         block_tokens=block_tokens,
         max_batch_tokens=batch,
         max_num_seqs=seqs,
@@ -156,7 +156,7 @@ def resolve_on_gpu(
         experts=placed.mode,
         plan=plan,
         choices=tuple(choices),
-        warnings=threads.warnings,
+        warnings=(*kv.warnings, *threads.warnings),
         device="cuda",
         gpu_index=gpu.index,
         dense_format=dense,
@@ -176,7 +176,7 @@ class _GpuRoom:
     """
 
     spec: ModelSpec
-    kv_format: str
+    pool: KVPool
     block_tokens: int
     empty: VramPlan
     share: int = 1
@@ -187,16 +187,15 @@ class _GpuRoom:
     def plan(self, kv_tokens: int, workspace: int) -> VramPlan:
         return replace(
             self.empty,
-            kv_nbytes=kv_nbytes(self.spec, kv_tokens, self.kv_format),
+            kv_nbytes=self.pool.nbytes(-(-kv_tokens // self.block_tokens)),
             workspace_nbytes=workspace,
         )
 
     def tokens(self, workspace: int, share: int = 1) -> int:
         """See ``choosing.Room``."""
-        per_token = self.spec.kv_nbytes_per_token(KV_ELEMENT_NBYTES[self.kv_format])
-        free = max(0, self.plan(self.block_tokens, workspace).headroom_nbytes)
-        whole = free // max(share, self.share) // per_token
-        return whole // self.block_tokens * self.block_tokens
+        one = self.plan(self.block_tokens, workspace)  # the padding's block
+        free = max(0, one.headroom_nbytes + self.pool.fixed_nbytes)
+        return self.pool.blocks_in(free // max(share, self.share)) * self.block_tokens
 
 
 @dataclass(frozen=True)

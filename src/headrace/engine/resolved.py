@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.core.kv_formats import PoolShape
 from headrace.core.status import Choice
 from headrace.engine.memory_plan import MemoryPlan
 from headrace.engine.vram_plan import VramPlan
@@ -29,11 +30,14 @@ class Resolved:
     converted to at load, None to leave them as stored. experts: "gpu" (all in GPU memory), "hybrid",
     "stream" or "cpu". slots: experts lie in slots of the expert cache, in ``vram.experts_nbytes``
     bytes; else they are part of the model. plan: host memory; vram: GPU memory. expert_ram_nbytes: host
-    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured.
+    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. kv_pool:
+    what is allocated, on a GPU with the padding's block; kv_rank: residual scalars per token; kv_key:
+    what cached prefixes depend on beside their tokens.
     """
 
     context: int
     kv_format: str
+    kv_pool: PoolShape
     block_tokens: int
     max_batch_tokens: int
     max_num_seqs: int
@@ -49,6 +53,8 @@ class Resolved:
     dense_format: str | None = None
     slots: bool = False
     vram: VramPlan | None = None
+    kv_rank: int = 0
+    kv_key: str = ""
     expert_ram_nbytes: int = 0
     pin_budget_nbytes: int | None = None
     expert_disk: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,9 +24,9 @@ from headrace.core.step import (
 from headrace.engine.batch import build_batch
 from headrace.engine.decode_graphs import DecodeGraphs, best_of
 from headrace.engine.sampler import SamplingState, checked_best, choose, logprob_of
-from headrace.kv.storage import copy_block
+from headrace.kv.storage import copy_block, open_pages_of
 from headrace.layers.moe import RoutingObserver
-from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.records import AttentionBatch, LayerCache
 
 
 class DecoderLike(Protocol):
@@ -42,7 +42,7 @@ class DecoderLike(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def forward(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerKV], /
+        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerCache], /
     ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor: ...
@@ -74,15 +74,17 @@ class Runner:
         logits_rows: rows whose logits are computed at once; bounds the memory that logits take.
         device: where the decoder's tensors are.
         graphs: serve the decoding steps that they can.
+        is_owned: whether a sequence refers to a block; for caches whose pages are sealed.
     """
 
     def __init__(
         self,
         decoder: DecoderLike,
-        kv: list[LayerKV],
+        kv: Sequence[LayerCache],
         logits_rows: int,
         device: torch.device,
         graphs: DecodeGraphs | None = None,
+        is_owned: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
@@ -90,12 +92,18 @@ class Runner:
         self._logits_rows = logits_rows
         self._device = device
         self._graphs = graphs
+        self._open = open_pages_of(kv, is_owned)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) blocks one after the other; a target may be a later source."""
+        """Copy (source, target) blocks one after the other; a target may be a later source.
+
+        Called once for each step, before it is computed.
+        """
+        if self._open is not None:
+            self._open.next_step()
         for source, target in copies:
-            copy_block(self._kv, source, target)
+            copy_block(self._kv, source, target, self._open)
 
     @torch.inference_mode()
     def compute(
@@ -116,7 +124,7 @@ class Runner:
         if self._captured(chunks, states):
             return self._replay(step, chunks, states, ranges)
         with ranges.timed("batch"):
-            tokens, batch = build_batch(chunks, self._block_tokens, self._device)
+            tokens, batch = build_batch(chunks, self._block_tokens, self._device, self._open)
         with ranges.timed("decoder"):
             hidden = self._decoder.forward(tokens, batch, self._kv)
         scores: list[PromptLogprobs] = []

@@ -34,6 +34,9 @@ class SchedulerConfig:
 
     context: tokens a sequence may hold, prompt and answer together
     max_batch_tokens: tokens per step, at least ``max_num_seqs``
+    sealed: blocks are quantised when they are full
+    num_first: blocks that may be the first of a sequence, None for all
+    kv_key: what cached prefixes depend on beside their tokens
     """
 
     num_blocks: int
@@ -42,6 +45,9 @@ class SchedulerConfig:
     max_batch_tokens: int
     max_num_seqs: int
     prefix_cache: bool = True
+    sealed: bool = False
+    num_first: int | None = None
+    kv_key: str = ""
 
 
 @dataclass
@@ -77,7 +83,13 @@ class Scheduler:
         self.config = config
         if prefix is None:
             prefix = PrefixCache(config.block_tokens)
-        self.tables = BlockTables(config.num_blocks, prefix, config.prefix_cache)
+        self.tables = BlockTables(
+            config.num_blocks,
+            prefix,
+            config.prefix_cache,
+            sealed=config.sealed,
+            num_first=config.num_first,
+        )
         self.counters = SchedulerCounters()
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}  # in order of arrival
@@ -144,7 +156,7 @@ class Scheduler:
                 param="messages",
                 code="context_length_exceeded",
             )
-        group = Group(request, CacheSpace(salt=request.cache_salt))
+        group = Group(request, CacheSpace(salt=request.cache_salt, kv=self.config.kv_key))
         self._groups[request.request_id] = group
         wanted = request.sampling.max_tokens
         total = limit if wanted is None else min(limit, num_prompt + wanted)

@@ -16,8 +16,8 @@ ELEMENT_NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
 CONTEXT_NBYTES = 640 * 2**20
 # Executables of captured graphs and of kernels, and the allocator's rounding (blocks of 2 MiB).
 RESERVE_NBYTES = 128 * 2**20
-# Parts that decoding attention cuts a row's keys into (ops.triton.attention_decode.MAX_PARTS).
-_ATTENTION_PARTS = 64
+# Parts that decoding attention cuts a row's keys into at most (ops.triton.attention_decode).
+_ATTENTION_PARTS = 128
 
 
 @dataclass(frozen=True)

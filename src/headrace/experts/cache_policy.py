@@ -183,6 +183,21 @@ class ValueConstants:
     admission: float
     window: int
 
+    def table(self) -> tuple[float, ...]:
+        """All float32 numbers in a row, as the plan kernel reads them: decay (3), floor (3),
+        admission, turn (one a layer)."""
+        return (*self.decay, *self.floor, self.admission, *self.turn)
+
+
+def values_of(counters: Sequence[Sequence[float]], constants: ValueConstants) -> array[float]:
+    """v of each entry of three counters; every intermediate is rounded to float32."""
+    a, b, c = (
+        array("f", [f + floor for f in counter])
+        for counter, floor in zip(counters, constants.floor, strict=True)
+    )
+    q = array("f", map(mul, b, c))
+    return array("f", map(mul, array("f", map(mul, a, q)), q))
+
 
 def value_constants(num_layers: int, num_slices: int = 1) -> ValueConstants:
     """The constants for a model of so many layers and slices an expert."""
@@ -209,7 +224,7 @@ class ValuePolicy:
         self.shape = shape
         self.constants = constants or value_constants(shape.num_layers, shape.num_slices)
         self._counters = [array("f", bytes(4 * shape.num_all)) for _ in HALF_LIVES]
-        self._values = self._worth(self._counters)
+        self._values = values_of(self._counters, self.constants)
         self._slots: dict[int, None] = {}
         self._used: set[int] = set()  # experts, in this step
         self._ranking: list[int] | None = None
@@ -219,7 +234,7 @@ class ValuePolicy:
     def begin_step(self) -> None:
         for at, decay in enumerate(self.constants.decay):
             self._counters[at] = array("f", [f * decay for f in self._counters[at]])
-        self._values = self._worth(self._counters)
+        self._values = values_of(self._counters, self.constants)
         self._used.clear()
         self._ranking = None
 
@@ -227,18 +242,19 @@ class ValuePolicy:
         hits: list[int] = []
         misses: list[tuple[float, int]] = []
         self._victims = None
-        for expert in experts:
-            self._layer = expert // self.shape.num_experts
-            for counter in self._counters:
+        for counter in self._counters:
+            for expert in experts:
                 counter[expert] += 1.0
+        worths = values_of([[f[e] for e in experts] for f in self._counters], self.constants)
+        for expert, worth in zip(experts, worths, strict=True):
+            self._layer = expert // self.shape.num_experts
             self._used.add(expert)
-            self._values[expert] = self._worth([f[expert : expert + 1] for f in self._counters])[0]
-            worth = -self._values[expert]
+            self._values[expert] = worth
             for unit in self.shape.units_of(expert):
                 if unit in self._slots:
                     hits.append(unit)
                 else:
-                    misses.append((worth, unit))
+                    misses.append((-worth, unit))
         return LookUp(tuple(hits), tuple(unit for _, unit in sorted(misses)))
 
     def admit(self, unit: int) -> Admission | None:
@@ -268,15 +284,6 @@ class ValuePolicy:
     def counters(self, expert: int) -> tuple[float, ...]:
         """The three counters, slowest last."""
         return tuple(f[expert] for f in self._counters)
-
-    def _worth(self, counters: Sequence[array[float]]) -> array[float]:
-        """v of each entry; every intermediate is rounded to float32."""
-        a, b, c = (
-            array("f", [f + floor for f in counter])
-            for counter, floor in zip(counters, self.constants.floor, strict=True)
-        )
-        q = array("f", map(mul, b, c))
-        return array("f", map(mul, array("f", map(mul, a, q)), q))
 
     def _order(self) -> list[tuple[float, int]]:
         """This turn's victims with their worth, the first to go last."""

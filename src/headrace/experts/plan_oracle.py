@@ -5,45 +5,43 @@ An *owner* is the key whose bytes a slot holds, -1 for a free slot. A *pair* is 
 a token, with the router's weight; pairs are numbered by (expert, token), so that those of an expert
 follow each other.
 
-In one layer:
+When a step begins (it takes up to 16 tokens through all layers), counters decay, every expert is
+valued anew and all slots are ranked: empty ones first, the others by (value, owner). The arithmetic is
+that of ``cache_policy.ValuePolicy``, float32 throughout. Then in each layer:
 
-1. Every expert that is used has its score renewed: score * 2 ** (-(now - last use) / half-life) + 1,
-   in float32. Steps are the clock: a step runs up to 16 tokens through all layers.
+1. Every expert that is used, by however many tokens, counts once more and has its value renewed.
 2. A slice of a used expert that has a slot is a *hit*; the others are missing, m of them.
-3. q = split_table[m] of the missing slices are fetched, those of the experts of highest score first
-   (equal scores: the smaller expert first; within an expert by slice). The CPU computes the rest.
-4. The f-th fetch is offered the f-th victim: the next slots of the ranking (made once a step, the
-   least valuable first) that no expert used in this layer owns. It takes the slot if its score is
-   higher than that of the victim's owner now; else it passes through transit slot f, and the cache
-   stays as it is. The ranking is consumed up to the last slot taken, so that no slot is taken twice
-   in a step.
+3. q = split_table[m] of the missing slices are fetched, those of the experts of highest value first
+   (equal values: the smaller expert first; within an expert by slice). The CPU computes the rest.
+4. Empty slots take the first fetches. The f-th of the others is offered the f-th victim: of the
+   ranking's first ``window`` slots whose experts nobody used in this step, ordered by
+   value * turn (``cache_policy``), the earlier in the ranking among equals. It takes the slot if
+   its value * ADMISSION is higher; else it passes through transit slot f, and the cache stays as it
+   is. What takes a slot was used, so no slot is taken twice in a step.
+
+With batch 1, one slice an expert and everything fetched (q = m, at least top_k fetches in a layer) that
+is ``ValuePolicy`` as ``replay.replay_policy`` drives it, hit for hit; with more tokens or slices it is
+``ValuePolicy`` too, if ``look_up`` is given each step's distinct experts and every miss is offered.
 
 Which bytes lie where never changes a result: the host has all of them.
 """
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.experts.cache_policy import ValueConstants, value_constants, values_of
+
 FREE = -1
 NO_PAIR = -1
-# Steps after which a use no longer counts, in half-lives: 2 ** -31 of it is left, less than float32
-# resolves beside the 1 of a new use.
-FORGET_HALF_LIVES = 31
 
 
-def float32(value: float) -> float:
+def _float32(value: float) -> float:
     """``value`` rounded to float32. One operation on two float32 values in double, rounded once, is
     the operation in float32 (double has more than twice its digits)."""
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def decay_table(half_life: float) -> list[float]:
-    """What is left of a use after 0, 1, 2, ... steps, float32; the last entry (0) serves all later ones."""
-    steps = max(1, int(half_life * FORGET_HALF_LIVES))
-    return [float32(2.0 ** (-dt / half_life)) for dt in range(steps)] + [0.0]
+    return array("f", (value,))[0]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class PlanShape:
 
     num_slots: slots that can own a slice; slots num_slots to num_slots + max_fetch - 1 are transit
     max_fetch: most slices fetched in a layer
-    window: how many entries of the ranking a layer looks at
+    window: how many slots of the ranking compete to be a layer's victims, ``ValueConstants.window``
     """
 
     num_layers: int
@@ -71,23 +69,30 @@ class CacheTables:
     """The cache's state; the kernel keeps the same on the GPU.
 
     slot_of: slot of every key, -1 if not resident; owner_of: key of every slot, -1 if free
-    score, last_use: of every expert, [layer * experts + expert]; scores are float32
-    victims, cursor: the step's ranking of slots and how much of it is consumed; now: the step
+    counters, values, last_use: of every expert, [layer * experts + expert]; three counters and the
+        value as float32, as of the step's begin or of the use in this step; the step of the last use
+    victims: the step's ranking of slots; cursor: nothing before it is a victim in this step;
+    free: empty slots left, those at the cursor; now: the step, from 1
     """
 
     slot_of: list[int]
     owner_of: list[int]
-    score: list[float]
+    counters: list[array[float]]
+    values: array[float]
     last_use: list[int]
-    decay: Sequence[float]
+    constants: ValueConstants
     victims: list[int] = field(default_factory=list[int])
     cursor: int = 0
+    free: int = 0
     now: int = 0
 
-    def value(self, expert_row: int) -> float:
-        """The score of ``layer * experts + expert`` at this step."""
-        age = min(self.now - self.last_use[expert_row], len(self.decay) - 1)
-        return float32(self.score[expert_row] * self.decay[age])
+    def use(self, expert_row: int) -> None:
+        """Count a use of ``layer * experts + expert`` in this step."""
+        for counter in self.counters:
+            counter[expert_row] += 1.0
+        own = [(counter[expert_row],) for counter in self.counters]
+        self.values[expert_row] = values_of(own, self.constants)[0]
+        self.last_use[expert_row] = self.now
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class LayerPlan:
 
     pairs: (token, weight) by (expert, token)
     pair_of: for every id, token by token, its pair; -1 for the id -1
-    hits, cpu: by (expert, slice); fetches: by falling score, ``admitted`` says which stay
+    hits, cpu: by (expert, slice); fetches: by falling value, ``admitted`` says which stay
     """
 
     pairs: tuple[tuple[int, float], ...]
@@ -129,25 +134,36 @@ class LayerPlan:
     num_missing: int
 
 
-def new_tables(shape: PlanShape, half_life: float) -> CacheTables:
+def new_tables(shape: PlanShape) -> CacheTables:
     """A cold cache."""
     rows = shape.num_layers * shape.num_experts
+    constants = value_constants(shape.num_layers, shape.num_slices)
+    counters = [array("f", bytes(4 * rows)) for _ in constants.decay]
     return CacheTables(
         slot_of=[FREE] * (rows * shape.num_slices),
         owner_of=[FREE] * shape.num_slots,
-        score=[0.0] * rows,
+        counters=counters,
+        values=values_of(counters, constants),
         last_use=[0] * rows,
-        decay=decay_table(half_life),
+        constants=constants,
     )
 
 
 def begin_step(shape: PlanShape, tables: CacheTables) -> None:
-    """Start a step: advance the clock and rank all slots, free ones first, then by rising value of
-    their owners; the smaller slot first among equals."""
+    """Start a step: advance the clock, age the counters and rank all slots."""
     tables.now += 1
+    for at, decay in enumerate(tables.constants.decay):
+        tables.counters[at] = array("f", [f * decay for f in tables.counters[at]])
+    tables.values = values_of(tables.counters, tables.constants)
+    owner_of, values, slices = tables.owner_of, tables.values, shape.num_slices
+
+    def rank(slot: int) -> tuple[float, int, int]:
+        owner = owner_of[slot]
+        return (-1.0, owner, slot) if owner == FREE else (values[owner // slices], owner, slot)
+
+    tables.victims = sorted(range(shape.num_slots), key=rank)
     tables.cursor = 0
-    ranked = sorted((_slot_value(shape, tables, s), s) for s in range(shape.num_slots))
-    tables.victims = [slot for _, slot in ranked]
+    tables.free = owner_of.count(FREE)
 
 
 def plan_layer(
@@ -158,7 +174,7 @@ def plan_layer(
     weights: Sequence[Sequence[float]],
     split_table: Sequence[int],
 ) -> LayerPlan:
-    """Decide one layer and update ``tables``. ids, weights: [T][k]; -1 is nobody."""
+    """Decide one layer, once a step, and update ``tables``. ids, weights: [T][k]; -1 is nobody."""
     uses = sorted(
         (expert, token, place)
         for token, row in enumerate(ids)
@@ -173,9 +189,7 @@ def plan_layer(
         first, count = ranges.get(expert, (pair, 0))
         ranges[expert] = (first, count + 1)
     for expert in ranges:
-        row = layer * shape.num_experts + expert
-        tables.score[row] = float32(tables.value(row) + 1.0)
-        tables.last_use[row] = tables.now
+        tables.use(layer * shape.num_experts + expert)
 
     hits: list[Entry] = []
     missing: list[tuple[int, int]] = []
@@ -188,11 +202,11 @@ def plan_layer(
                 hits.append(Entry(slot, expert, piece, *pairs))
 
     def urgency(item: tuple[int, int]) -> tuple[float, int, int]:
-        return -tables.score[layer * shape.num_experts + item[0]], *item
+        return -tables.values[layer * shape.num_experts + item[0]], *item
 
     num_fetch = min(split_table[len(missing)], len(missing), shape.max_fetch)
     fetched = sorted(missing, key=urgency)[:num_fetch]
-    slots, admitted = _admit(shape, tables, layer, fetched, set(ranges))
+    slots, admitted = _admit(shape, tables, layer, fetched)
     on_cpu = sorted(set(missing) - set(fetched))
     return LayerPlan(
         pairs=tuple((token, weights[token][place]) for _, token, place in uses),
@@ -205,37 +219,48 @@ def plan_layer(
     )
 
 
-def _slot_value(shape: PlanShape, tables: CacheTables, slot: int) -> float:
-    owner = tables.owner_of[slot]
-    return -1.0 if owner == FREE else tables.value(owner // shape.num_slices)
-
-
 def _admit(
-    shape: PlanShape,
-    tables: CacheTables,
-    layer: int,
-    fetched: Sequence[tuple[int, int]],
-    used: set[int],
+    shape: PlanShape, tables: CacheTables, layer: int, fetched: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
     """Give every fetch a slot, and write the admitted ones into the tables."""
-    seen = tables.victims[tables.cursor : tables.cursor + shape.window]
-    offered: list[tuple[int, int]] = []  # place in the window, slot
-    for place, slot in enumerate(seen):
-        owner_row, _ = divmod(tables.owner_of[slot], shape.num_slices)
-        owner_layer, owner_expert = divmod(owner_row, shape.num_experts)
-        if tables.owner_of[slot] == FREE or owner_layer != layer or owner_expert not in used:
-            offered.append((place, slot))
     slots = [shape.num_slots + f for f in range(len(fetched))]
     admitted = [False] * len(fetched)
-    consumed = 0
-    for f, ((expert, piece), (place, slot)) in enumerate(zip(fetched, offered)):
-        if tables.score[layer * shape.num_experts + expert] <= _slot_value(shape, tables, slot):
-            continue
+
+    def move_in(f: int, slot: int) -> None:
         if tables.owner_of[slot] != FREE:
             tables.slot_of[tables.owner_of[slot]] = FREE
-        key = shape.key(layer, expert, piece)
+        key = shape.key(layer, *fetched[f])
         tables.slot_of[key], tables.owner_of[slot] = slot, key
         slots[f], admitted[f] = slot, True
-        consumed = place + 1
-    tables.cursor += consumed
+
+    empty = min(tables.free, len(fetched))
+    for f in range(empty):
+        move_in(f, tables.victims[tables.cursor + f])
+    tables.free -= empty
+    tables.cursor += empty
+    if empty == len(fetched):
+        return slots, admitted
+    for f, (worth, slot) in zip(range(empty, len(fetched)), _victims(shape, tables, layer)):
+        value = tables.values[layer * shape.num_experts + fetched[f][0]]
+        if not _float32(value * tables.constants.admission) > worth:
+            break  # later fetches are worth no more, later victims no less
+        move_in(f, slot)
     return slots, admitted
+
+
+def _victims(shape: PlanShape, tables: CacheTables, layer: int) -> list[tuple[float, int]]:
+    """(worth, slot) of this layer's victims, the first to go first. Moves the cursor to that of
+    them which is first in the ranking."""
+    found: list[tuple[float, int]] = []
+    for place in range(tables.cursor, shape.num_slots):
+        slot = tables.victims[place]
+        row = tables.owner_of[slot] // shape.num_slices
+        if tables.last_use[row] == tables.now:
+            continue
+        if not found:
+            tables.cursor = place
+        distance = (row // shape.num_experts - layer - 1) % shape.num_layers
+        found.append((_float32(tables.values[row] * tables.constants.turn[distance]), slot))
+        if len(found) == shape.window:
+            break
+    return sorted(found, key=lambda victim: victim[0])

@@ -30,11 +30,12 @@ def run_items(
         token = work.pair_token[first : first + pairs].long()
         weight = work.pair_weight[first : first + pairs].to(dtype)
         part = slice_weights(slabs[expert], layout, index)
-        out.index_add_(0, token, _partial(part, act, x[token]) * weight[:, None])
+        out.index_add_(0, token, slice_output(part, act, x[token]) * weight[:, None])
     return out
 
 
-def _partial(part: ExpertWeights, act: Activation, x: torch.Tensor) -> torch.Tensor:
+def slice_output(part: ExpertWeights, act: Activation, x: torch.Tensor) -> torch.Tensor:
+    """What one slice (``slab_pack.slice_weights``) adds for x [n, hidden], in x's dtype."""
     gate = x @ dequantize(part.gate[0]).to(x.dtype).T
     up = x @ dequantize(part.up[0]).to(x.dtype).T
     if part.gate_bias is not None and part.up_bias is not None:

@@ -97,9 +97,13 @@ class Sample:
 
 
 def explain(
-    name: str, sample: Sample, model: RunningModel, machine: MachineProfile
+    name: str,
+    sample: Sample,
+    model: RunningModel,
+    machine: MachineProfile,
+    threads: int | None = None,
 ) -> ExplainReport:
-    """Work out the report.
+    """Work out the report. ``threads``: that computed, None where it is not known.
 
     Raises:
         InternalError: the sample is empty.
@@ -147,8 +151,27 @@ def explain(
         predicted_s=predict(model, sample.rows, machine).seconds if known else None,
         hardware=tuple(_hardware(step)),
         software=tuple(_software(step)),
-        advice=tuple(_advice(step)),
+        advice=(*_advice(step), *_threads(step, threads)),
     )
+
+
+def _threads(step: advice.Calibrated, threads: int | None) -> list[str]:
+    """Whether cores are left, and how much of the step they could help."""
+    cores = step.machine.host.cores
+    if threads is None or step.model.gpu:
+        return []
+    if threads >= cores:
+        return [f"Threads: all {cores} cores compute."]
+    bound = sum(
+        step.measured[name]
+        for name, one in running_cost(step.model, step.rows).items()
+        if name in step.measured and price(one.work, step.machine).bound == "cpu"
+    )
+    return [
+        f"Threads: {threads} of {cores} cores compute; --threads {cores} can help the "
+        f"{bound / step.step_s:.0%} of the step that arithmetic binds, and the rest until the memory's "
+        "rate is reached."
+    ]
 
 
 def _row(

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.explain.report import ExplainReport
+
+
+def require_matplotlib() -> None:
+    """Say at once if there is nothing to draw with.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--png needs matplotlib, which is not installed",
+            hint="pip install matplotlib; without --png the roofline is printed",
+            param="--png",
+        )
 
 
 def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> None:
@@ -16,16 +31,10 @@ def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        plt: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise ConfigError(
-            "--png needs matplotlib, which is not installed",
-            hint="pip install matplotlib; without --png the roofline is printed",
-            param="--png",
-        ) from None
+    require_matplotlib()
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    plt: Any = importlib.import_module("matplotlib.pyplot")
     figure, axes = plt.subplots(figsize=(8, 5))
     points = [
         (row.id, row.intensity, row.flops / row.measured_s)

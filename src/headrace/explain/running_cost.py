@@ -7,6 +7,7 @@ a GPU activations stay in the CPU's caches and are not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -187,17 +188,17 @@ class _Counting:
         return Work(hbm_nbytes=elements * self.model.kv_nbytes + read)
 
     def attention(self) -> Work:
-        """Pairs and kept keys, layer by layer, since windows differ."""
+        """Pairs and kept keys of the layers of each window."""
         spec = self.model.spec
         met = kept = 0.0
-        for layer in spec.layers:
+        for window, layers in Counter(layer.window for layer in spec.layers).items():
             for new, cached in self.rows.sequences:
-                if layer.window is None:
-                    met += pairs(new, cached)
-                    kept += new + cached
+                if window is None:
+                    met += layers * pairs(new, cached)
+                    kept += layers * (new + cached)
                 else:
-                    met += window_pairs(new, cached, layer.window)
-                    kept += min(new + cached, layer.window + new - 1)
+                    met += layers * window_pairs(new, cached, window)
+                    kept += layers * min(new + cached, window + new - 1)
         rows = 2 * spec.num_layers * self.rows.tokens * spec.num_heads * spec.head_dim
         moved = rows * ACTIVATION_NBYTES if self.model.gpu else 0.0
         cache = 2 * spec.num_kv_heads * spec.head_dim * self.model.kv_nbytes * kept

@@ -30,24 +30,33 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the pool, ids 0 to ``num_blocks - 1``.
+        num_first: ids below it may hold a sequence's first block; all by default. They are given
+            out for others, too, once no other one is free.
         on_evict: called with a cached block's id when the pool takes it back, before it is reused.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None] | None = None,
+        num_first: int | None = None,
+    ) -> None:
         if num_blocks < 1:
             raise InternalError(f"a block pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._references = [0] * num_blocks
         self._kept = [False] * num_blocks
-        # A stack: the block freed last is reused first, so that few pages are ever touched.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        # Stacks: the block freed last is reused first, so that few pages are ever touched.
+        self._num_first = num_blocks if num_first is None else num_first
+        self._free_first = list(range(self._num_first - 1, -1, -1))
+        self._free_other = list(range(num_blocks - 1, self._num_first - 1, -1))
         self._cached: dict[int, None] = {}  # insertion order is the order of release
 
     @property
     def num_available(self) -> int:
         """Blocks that ``allocate`` could hand out: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free_first) + len(self._free_other) + len(self._cached)
 
     @property
     def num_owned(self) -> int:
@@ -69,19 +78,39 @@ class BlockPool:
         """Whether the prefix cache knows the block's content, so that nobody may write to it."""
         return self._kept[block]
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks with one reference each, or None and no change if there are fewer.
+    def allocate(self, count: int, first: int = 0) -> list[int] | None:
+        """Take ``count`` blocks with one reference each, or None if there are fewer.
 
-        Cached blocks are evicted only once no free block is left.
+        The first ``first`` of them may be the first blocks of sequences. Cached blocks are evicted
+        only once no free block will do; nothing else changes when None is returned.
         """
-        if count > self.num_available:
+        if count > self.num_available or not self._find_first(first):
             return None
         taken: list[int] = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+        for index in range(count):
+            block = self._pop(index < first)
             self._references[block] = 1
             taken.append(block)
         return taken
+
+    def _find_first(self, count: int) -> bool:
+        """Evict until ``count`` blocks that may be first are free; False if there are not so many."""
+        cached = sum(block < self._num_first for block in self._cached) if count else 0
+        if len(self._free_first) + cached < count:
+            return False
+        while len(self._free_first) < count:
+            self._push(self._evict())
+        return True
+
+    def _pop(self, first: bool) -> int:
+        if first:
+            return self._free_first.pop()
+        if self._free_other:
+            return self._free_other.pop()
+        return self._free_first.pop() if self._free_first else self._evict()
+
+    def _push(self, block: int) -> None:
+        (self._free_first if block < self._num_first else self._free_other).append(block)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of ``blocks``, which must be owned or cached."""
@@ -114,7 +143,7 @@ class BlockPool:
                 if self._kept[block]:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._push(block)
 
     def keep(self, block: int) -> None:
         """Mark an owned block's content as known: once released it is cached rather than free."""
@@ -126,7 +155,7 @@ class BlockPool:
         """Evict every cached block, oldest first; return how many."""
         count = len(self._cached)
         for _ in range(count):
-            self._free.append(self._evict())
+            self._push(self._evict())
         return count
 
     def check(self) -> None:
@@ -135,7 +164,7 @@ class BlockPool:
         Raises:
             InternalError: with the first block that is in two places, or in none.
         """
-        free = Counter(self._free)
+        free = Counter(self._free_first + self._free_other)
         for block in range(self.num_blocks):
             places = free[block] + (block in self._cached) + (self._references[block] > 0)
             if places != 1:
@@ -145,7 +174,7 @@ class BlockPool:
                 )
             if self._kept[block] and free[block]:
                 raise InternalError(f"block {block} is free but still known to the prefix cache")
-        if len(self._free) + len(self._cached) > self.num_blocks:
+        if self.num_available > self.num_blocks:
             raise InternalError("the free list holds ids outside the pool")
 
     def _evict(self) -> int:

@@ -22,10 +22,14 @@ from headrace.core.errors import InternalError
 
 @dataclass(frozen=True)
 class CacheSpace:
-    """Prompts share blocks within one space only. Salt and adapter are separate names."""
+    """Prompts share blocks within one space only. Salt and adapter are separate names.
+
+    ``kv``: the cache's format and whatever else its bytes depend on (the residual directions' hash).
+    """
 
     salt: str = ""
     adapter: str = ""
+    kv: str = ""
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import torch
 from headrace.formats.base import PackedTensor
 from headrace.layers.linear import Linear
 from headrace.layers.norm import Norm
-from headrace.ops.records import AttentionBatch, AttentionBlock, LayerKV, RopeTable
+from headrace.ops.records import AttentionBatch, AttentionBlock, LayerCache, RopeTable, SealedKV
 from headrace.ops.registry import OpSet
 
 
@@ -52,6 +52,7 @@ class Attention:
         "_k_norm",
         "_o",
         "_ops",
+        "_post_norm",
         "_q_norm",
         "_scale",
         "_shape",
@@ -67,6 +68,9 @@ class Attention:
         shape: AttentionShape,
         table: RopeTable,
         eps: float,
+        *,
+        post_norm: Norm | None = None,
+        scale: float | None = None,
     ) -> None:
         self._ops = ops
         self._shape = shape
@@ -77,10 +81,11 @@ class Attention:
         self._q_norm = None if weights.q_norm is None else Norm(ops, weights.q_norm, eps)
         self._k_norm = None if weights.k_norm is None else Norm(ops, weights.k_norm, eps)
         self._sinks = weights.sinks
-        self._scale = shape.head_dim**-0.5
+        self._scale = shape.head_dim**-0.5 if scale is None else scale
+        self._post_norm = post_norm
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, batch: AttentionBatch, cache: LayerKV
+        self, x: torch.Tensor, residual: torch.Tensor, batch: AttentionBatch, cache: LayerCache
     ) -> torch.Tensor:
         """x (normalised) and residual: float32 [T, D] -> float32 [T, D]."""
         ops, shape, dim = self._ops, self._shape, self._shape.head_dim
@@ -91,10 +96,24 @@ class Attention:
             k = self._normed(k, self._k_norm)
         q = ops.rope(q.view(-1, shape.num_heads, dim), self._table, batch.positions)
         k = ops.rope(k.view(-1, shape.num_kv_heads, dim), self._table, batch.positions)
-        ops.kv_append(k, v.view(-1, shape.num_kv_heads, dim), cache, batch.slots)
-        attend = ops.attention_decode if batch.decode else ops.attention_prefill
+        v = v.view(-1, shape.num_kv_heads, dim)
+        if isinstance(cache, SealedKV):
+            ops.sealed_append(k, v, cache, batch)
+            prefill, decode = ops.sealed_attention_prefill, ops.sealed_attention_decode
+        else:
+            ops.kv_append(k, v, cache, batch.slots)
+            prefill, decode = ops.attention_prefill, ops.attention_decode
+        attend = decode if batch.decode else prefill
         mixed = attend(q, cache, batch, self._scale, shape.window, self._sinks)
-        return self._o(mixed.view(x.shape[0], -1), residual)
+        mixed = mixed.view(x.shape[0], -1)
+        if self._post_norm is not None:
+            return self._post_norm(self._o(mixed)).add_(residual)
+        return self._o(mixed, residual)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether ``block`` tells everything: ``ops.attention_block`` has no second norm."""
+        return self._post_norm is None
 
     @property
     def weights(self) -> tuple[PackedTensor, PackedTensor, PackedTensor, PackedTensor]:

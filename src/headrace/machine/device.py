@@ -25,6 +25,9 @@ class _InOrder:
     def record(self, stream: Stream | None = None) -> None:
         return None
 
+    def wait(self, stream: Stream | None = None) -> None:
+        return None
+
     def wait_event(self, event: Event) -> None:
         return None
 

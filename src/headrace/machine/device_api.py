@@ -16,6 +16,10 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let the stream (the current one if None) wait for this point."""
+        ...
+
     def synchronize(self) -> None: ...
 
 

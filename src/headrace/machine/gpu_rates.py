@@ -134,7 +134,11 @@ class CudaSide:
         self._kernels = kernels
         properties = device_properties()
         self.profile = GpuProfile(
-            properties.name, properties.total_memory, f"sm_{properties.major}{properties.minor}"
+            properties.name,
+            properties.total_memory,
+            f"sm_{properties.major}{properties.minor}",
+            properties.multi_processor_count,
+            bool(getattr(properties, "is_integrated", False)),
         )
         self._buffer = PinnedBuffer()
         self.link = Link(kernels, self._buffer)

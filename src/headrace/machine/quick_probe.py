@@ -7,6 +7,7 @@ measures them properly, and live steps correct them.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,11 +15,31 @@ import numpy.typing as npt
 import torch
 
 from headrace.machine.pages import HostBlock
+from headrace.machine.probe import Machine
+from headrace.machine.profile import Rate
+from headrace.machine.profile_store import profile_of
 
 # Larger than last-level caches of desktop CPUs (Zen X3D: 96 MB), small enough to touch in no time.
 _DRAM_NBYTES = 192 << 20
 _PIECE_NBYTES = 2 << 20
 _PCIE_NBYTES = 64 << 20
+
+
+def starting_rates(machine: Machine, threads: int) -> tuple[Mapping[str, Rate], bool]:
+    """Rates to begin with: the stored profile's, or quick probes; and whether they were probed.
+
+    Probed are ``dram_read`` and, with a GPU, ``pcie_h2d``: names as in ``machine.profile``. They take
+    less than half a second.
+    """
+    profile, _ = profile_of(machine)
+    if profile is not None:
+        return profile.rates, False
+    probed = {"dram_read": dram_read_gbps(threads), "pcie_h2d": pcie_h2d_gbps()}
+    return {
+        name: Rate(value, "GB/s", "alone", "quick probe at start")
+        for name, value in probed.items()
+        if value is not None
+    }, True
 
 
 def dram_read_gbps(threads: int, nbytes: int = _DRAM_NBYTES) -> float:

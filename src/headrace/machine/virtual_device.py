@@ -43,6 +43,10 @@ class VirtualEvent:
         """Mark the end of the stream's work so far (the current stream if None)."""
         self.at_s = (stream or self._device.current).at_s
 
+    def wait(self, stream: Any = None) -> None:
+        """Hold the stream (the current one if None) back until the event."""
+        (stream or self._device.current).wait_event(self)
+
     def synchronize(self) -> None:
         """The host waits for the event."""
         self._device.wait_until(self.at_s)

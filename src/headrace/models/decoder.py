@@ -14,7 +14,7 @@ from headrace.layers.dense import DenseFeedForward
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Mixture, RoutingObserver
 from headrace.layers.norm import Norm
-from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.records import AttentionBatch, LayerCache, LayerKV
 from headrace.ops.registry import OpSet
 
 
@@ -44,11 +44,12 @@ class DecoderLayer:
     ) -> None:
         self._ops = ops
         self._attention_block = None
-        if ops.has("attention_block"):
+        if ops.has("attention_block") and attention.is_block:
             self._attention_block = attention.block(attention_norm)
         self._dense_block = None
-        if ops.has("dense_block") and isinstance(feed_forward, DenseFeedForward):
-            self._dense_block = feed_forward.block(feed_forward_norm)
+        dense = feed_forward if isinstance(feed_forward, DenseFeedForward) else None
+        if ops.has("dense_block") and dense is not None and dense.is_block:
+            self._dense_block = dense.block(feed_forward_norm)
         self._attention_norm = attention_norm
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
@@ -67,10 +68,11 @@ class DecoderLayer:
                 for weight in stack:
                     yield "expert", weight
 
-    def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
-        if batch.decode and self._attention_block is not None:
-            x = self._ops.attention_block(x, self._attention_block, cache, batch)
+        block = self._attention_block
+        if block is not None and batch.decode and isinstance(cache, LayerKV):
+            x = self._ops.attention_block(x, block, cache, batch)
         else:
             x = self._attention(self._attention_norm(x), x, batch, cache)
         if batch.decode and self._dense_block is not None:
@@ -132,7 +134,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerKV]
+        self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerCache]
     ) -> torch.Tensor:
         """Run one step and append its keys and values.
 
@@ -142,6 +144,8 @@ class Decoder:
         if len(kv) != len(self._layers):
             raise InternalError(f"{len(kv)} layer caches for {len(self._layers)} layers")
         x = self.ops.embed(self._embed, token_ids)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
         for layer, cache in zip(self._layers, kv):
             x = layer(x, batch, cache)
         return self._final_norm(x)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from headrace.checkpoint.records import Checkpoint
 from headrace.core.errors import InternalError
-from headrace.core.model_spec import ModelSpec
+from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
 from headrace.core.weight_shapes import (
     attention_shapes,
     core_shapes,
     dense_shapes,
     expert_shapes,
+    norm_shapes,
     router_shapes,
 )
 from headrace.formats.base import PackedTensor
@@ -76,21 +77,24 @@ def load_model(
     divisors = None
     if source.has("rope_freqs"):
         divisors = source.small("rope_freqs", (spec.rope.dim // 2,)).cpu()
-    table = build_rope_table(
-        spec.rope,
-        positions,
-        interleaved=checkpoint.rope_interleaved,
-        divisors=divisors,
-        device=device.torch_device,
-    )
-    builder = _LayerBuilder(checkpoint, source, spec, ops, table)
+    tables = {
+        rope: build_rope_table(
+            rope or spec.rope,
+            positions,
+            interleaved=checkpoint.rope_interleaved,
+            divisors=divisors if rope is None else None,
+            device=device.torch_device,
+        )
+        for rope in {layer.rope for layer in spec.layers}
+    }
+    builder = _LayerBuilder(checkpoint, source, spec, ops, tables)
     builder.make_executor(executor_factory)
     layers: list[DecoderLayer] = []
     for index in range(spec.num_layers):
         layers.append(builder.layer(index))
         if progress is not None:
             progress("weights", (index + 1) / spec.num_layers)
-    final_norm = Norm(ops, source.small("final_norm", shapes["final_norm"]), spec.norm_eps)
+    final_norm = builder.norm("final_norm", shapes["final_norm"])
     source.require_all_taken()
     return Decoder(spec, ops, embed, layers, final_norm, lm_head, positions)
 
@@ -112,13 +116,15 @@ class _LayerBuilder:
         source: WeightSource,
         spec: ModelSpec,
         ops: OpSet,
-        table: RopeTable,
+        tables: Mapping[RopeSpec | None, RopeTable],
     ) -> None:
         self._checkpoint = checkpoint
         self._source = source
         self._spec = spec
         self._ops = ops
-        self._table = table
+        self._tables = tables
+        offset = checkpoint.family.hf_norm_offset
+        self._norm_offset = 0.0 if checkpoint.kind == "gguf" else offset
         self._act = Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit)
         self._mixtures = [i for i, layer in enumerate(spec.layers) if layer.moe]
         self._executor: MixtureExecutor | None = None
@@ -141,16 +147,23 @@ class _LayerBuilder:
         self._source.skip(prefix + "rope_inv_freq")
         return DecoderLayer(
             self._ops,
-            self._norm(prefix + "attn_norm"),
-            self._attention(prefix, spec.layers[index].window),
-            self._norm(prefix + "ffn_norm"),
+            self._norm(prefix, "attn_norm"),
+            self._attention(prefix, spec.layers[index]),
+            self._norm(prefix, "ffn_norm"),
             self._mixture(index, prefix) if spec.layers[index].moe else self._dense(prefix),
         )
 
-    def _norm(self, name: str) -> Norm:
-        return Norm(self._ops, self._source.small(name, (self._spec.hidden,)), self._spec.norm_eps)
+    def norm(self, name: str, shape: tuple[int, ...]) -> Norm:
+        return Norm(self._ops, self._norm_weight(name, shape), self._spec.norm_eps)
 
-    def _attention(self, prefix: str, window: int | None) -> Attention:
+    def _norm_weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        weight = self._source.small(name, shape)
+        return weight + self._norm_offset if self._norm_offset else weight
+
+    def _norm(self, prefix: str, name: str) -> Norm:
+        return self.norm(prefix + name, norm_shapes(self._spec)[name])
+
+    def _attention(self, prefix: str, layer: LayerSpec) -> Attention:
         spec, source = self._spec, self._source
         shapes = attention_shapes(spec)
 
@@ -159,6 +172,9 @@ class _LayerBuilder:
 
         def small(name: str) -> torch.Tensor | None:
             return source.small(prefix + name, shapes[name]) if name in shapes else None
+
+        def norm(name: str) -> torch.Tensor | None:
+            return self._norm_weight(prefix + name, shapes[name]) if name in shapes else None
 
         weights = AttentionWeights(
             q=matrix("q"),
@@ -169,19 +185,31 @@ class _LayerBuilder:
             k_bias=small("k_bias"),
             v_bias=small("v_bias"),
             o_bias=small("o_bias"),
-            q_norm=small("q_norm"),
-            k_norm=small("k_norm"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
             sinks=small("sinks"),
         )
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, window)
-        return Attention(self._ops, weights, shape, self._table, spec.norm_eps)
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, layer.window)
+        return Attention(
+            self._ops,
+            weights,
+            shape,
+            self._tables[layer.rope],
+            spec.norm_eps,
+            post_norm=self._post_norm(prefix, "attn_post_norm"),
+            scale=spec.attention_scale,
+        )
+
+    def _post_norm(self, prefix: str, name: str) -> Norm | None:
+        return self._norm(prefix, name) if self._spec.post_norms else None
 
     def _dense(self, prefix: str) -> DenseFeedForward:
         gate, up, down = (
             self._source.matrix(prefix + name, shape)
             for name, shape in dense_shapes(self._spec).items()
         )
-        return DenseFeedForward(self._ops, gate, up, down, self._act)
+        post_norm = self._post_norm(prefix, "ffn_post_norm")
+        return DenseFeedForward(self._ops, gate, up, down, self._act, post_norm)
 
     def _mixture(self, index: int, prefix: str) -> Mixture:
         moe = self._spec.moe

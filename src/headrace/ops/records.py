@@ -137,7 +137,8 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class Activation:
-    """The gated activation. ``silu``: silu(g) * u. ``swiglu_clamped`` (gpt-oss): with
+    """The gated activation. ``silu``: silu(g) * u. ``gelu_tanh``: gelu(g) * u with the tanh form,
+    g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))). ``swiglu_clamped`` (gpt-oss): with
     g = min(gate, limit) and u = clamp(up, -limit, limit): g * sigmoid(alpha * g) * (u + 1)."""
 
     kind: str = "silu"

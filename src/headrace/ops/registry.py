@@ -130,6 +130,18 @@ def unavailable_reason(backend: str) -> str | None:
     return check() if check is not None else None
 
 
+# What attention over sealed pages takes.
+SEALED = ("sealed_append", "sealed_attention_prefill", "sealed_attention_decode")
+
+
+def serves(backend: str, names: Sequence[str]) -> bool:
+    """Whether ``backend`` is usable here and has all of ``names``."""
+    if unavailable_reason(backend) is not None:
+        return False
+    have = {op.name for op in importlib.import_module(f"headrace.ops.{backend}").OPS}
+    return have.issuperset(names)
+
+
 def set_num_threads(count: int) -> None:
     """Give every back-end with threads of its own ``count`` of them, the calling one included."""
     for backend in BACKENDS:
@@ -153,6 +165,20 @@ def cpu_experts() -> CpuExperts:
         )
     module: Any = importlib.import_module("headrace.ops.cpu.expert_service")
     return module
+
+
+def gpu_experts() -> Any:
+    """The kernels of the expert cache: the module ``ops.triton.experts``.
+
+    Raises:
+        MachineError: Triton's kernels cannot run here.
+    """
+    reason = unavailable_reason("triton")
+    if reason is not None:
+        raise MachineError(
+            f"the expert cache has no GPU kernels: {reason}", hint="use --device cpu"
+        )
+    return importlib.import_module("headrace.ops.triton.experts")
 
 
 def instruction_set(backend: str) -> str | None:

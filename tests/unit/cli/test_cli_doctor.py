@@ -62,7 +62,10 @@ def test_a_gpu_is_named_and_not_promised(host: Path) -> None:
     seen = type(machine)(**{**machine.__dict__, "gpus": (gpu,)})
     rows = doctor.lines(seen, choose_threads(machine.cpu), BUILT)
     assert ("GPU 0", "NVIDIA H200, 150 GB, driver 580.95") in rows
-    assert rows[-1][1] == "the CPU: this version has no GPU kernels"
+    assert rows[-1][1] == "the CPU, not the GPU: not looked at"
+    ready = dataclasses.replace(BUILT, gpu=None)
+    assert doctor.lines(seen, choose_threads(machine.cpu), ready)[-1][1].startswith("the GPU")
+    assert doctor.report(seen, choose_threads(machine.cpu), ready)["will_use"]["device"] == "cuda"
 
 
 def test_the_report_on_this_machine(

@@ -73,3 +73,11 @@ def test_check_and_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_wrong_input_says_what_is_known(argv: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["flops", *argv]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_a_bundled_model_on_a_catalogued_machine(capsys: pytest.CaptureFixture[str]):
+    argv = ("--model", "gpt-oss-120b", "--machine", "rtx-4090", "--set", "offl=1", "--json")
+    data = json.loads(output(capsys, "show", "expert-fetch", *argv))
+    # 36 layers of 4 experts of 24,883,200 weights in MXFP4; three quarters missing, half of them fetched
+    assert data["at"]["nbytes"]["pcie"] == pytest.approx(36 * 4 * 24883200 * 17 / 32 * 0.375)
+    assert data["at"]["bound"] == "pcie"

@@ -7,7 +7,9 @@ import pytest
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
-from headrace.engine.memory_plan import RESERVE_NBYTES, MemoryPlan, kv_nbytes, workspace_nbytes
+from headrace.core.kv_formats import FORMATS
+from headrace.engine.kv_choice import KVChoice, KVPool
+from headrace.engine.memory_plan import RESERVE_NBYTES, MemoryPlan, workspace_nbytes
 from headrace.engine.resolve import BLOCK_TOKENS, resolve
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
@@ -109,7 +111,7 @@ def test_b016_a_model_that_cannot_fit_is_refused_before_weights_are_read():
     ("values", "param"),
     [
         ({"kv_format": "q8_0"}, "--kv-format"),
-        ({"kv_format": "nvfp4k-fp8v"}, "--kv-format"),
+        ({"kv_format": "nvfp4k-fp8v"}, "--kv-format"),  # the kernels are not there in these tests
         ({"experts": "gpu"}, "--experts"),
         ({"experts": "stream"}, "--experts"),
         ({"experts": "hybrid"}, "--experts"),
@@ -207,7 +209,10 @@ def test_plan_arithmetic():
     plan.require_fit("x")
     with pytest.raises(DoesNotFitError):
         dataclasses.replace(plan, weights_nbytes=681).require_fit("x")
-    assert kv_nbytes(spec(), 10, "bf16") == 10 * 2 * 30 * 3 * 64 * 2
+    bf16 = KVPool(spec(), KVChoice(FORMATS["bf16"], 0, "bf16"), 16, 4, 512)
+    assert bf16.nbytes(10) == 160 * 2 * 30 * 3 * 64 * 2
+    assert bf16.blocks_in(bf16.nbytes(10)) == 10
+    assert bf16.blocks_in(bf16.nbytes(10) - 1) == 9
 
 
 def test_workspace_grows_with_what_it_is_made_of():

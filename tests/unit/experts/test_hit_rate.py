@@ -30,7 +30,11 @@ def test_replays_of_held_out_text_agree(policy: str) -> None:
     rows = json.loads((BENCHMARKS / "results" / "routing" / "policies.json").read_text())["rows"]
     for residency in (0.15, 0.25, 0.50):
         predicted = predict_hit_rate(64, 4, residency, policy)  # type: ignore[arg-type]
-        found = [r[policy] for r in rows if r["residency"] == residency and r["trace"] in KINDS]
+        found = [
+            r[policy]
+            for r in rows
+            if r["part"] == "test" and r["residency"] == residency and r["trace"] in KINDS
+        ]
         assert len(found) == 5
         assert predicted == pytest.approx(sum(found) / 5, abs=0.02), (residency, found)
         assert all(abs(predicted - rate) < 0.05 for rate in found), (residency, found)

@@ -85,6 +85,6 @@ def test_released_blocks_are_reused_first():
 def test_b110_check_finds_a_block_in_two_places():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
-    pool._free.append(block)
+    pool._free_first.append(block)
     with pytest.raises(InternalError, match="in 2 places"):
         pool.check()

@@ -12,9 +12,11 @@ import torch
 
 from headrace.machine.bandwidth import HostLoads, Load, Measurement
 from headrace.machine.link import link_peak_gbps, read_link
+from headrace.machine.peaks import published_peaks
 from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile import GpuProfile, LinkProfile, MachineProfile
-from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps
+from headrace.machine.profile_store import machine_key, profiles_folder, save_profile
+from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps, starting_rates
 from tests.fixtures.fake_host import smt_cores, write, write_meminfo, write_topology
 
 
@@ -173,6 +175,31 @@ def test_an_unknown_link(text: str | None) -> None:
 
 def test_quick_probes_give_a_rate() -> None:
     assert dram_read_gbps(2, nbytes=8 << 20) > 0
+
+
+def test_rates_to_begin_with(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setattr("headrace.machine.quick_probe.dram_read_gbps", lambda threads: 40.0)
+    monkeypatch.setattr("headrace.machine.quick_probe.pcie_h2d_gbps", lambda: None)
+    rates, probed = starting_rates(machine, 8)
+    assert probed
+    assert {name: rate.value for name, rate in rates.items()} == {"dram_read": 40.0}
+    profile, _ = measure(machine, None)
+    save_profile(profile, machine_key(machine.cpu, None), profiles_folder())
+    rates, probed = starting_rates(machine, 8)
+    assert not probed
+    assert rates == profile.rates
+
+
+def test_published_peaks_are_of_the_same_chip() -> None:
+    peaks = published_peaks(GpuProfile("NVIDIA H200", 150 << 30, "sm_90", 132))
+    assert peaks["gpu_flops_bf16"] == 989_000
+    assert peaks["gpu_flops_f16"] == 989_000
+    assert peaks["hbm_read"] == 4800
+    assert published_peaks(GpuProfile("NVIDIA H200", 150 << 30, "sm_90", 60)) == {}
+    assert published_peaks(GpuProfile("NVIDIA H", 150 << 30, "sm_90", 132)) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

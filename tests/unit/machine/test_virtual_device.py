@@ -17,7 +17,7 @@ def layer(device: VirtualDevice, side: object, fetch_s: float, hits_s: float) ->
         device.charge("pcie", fetch_s, "fetch")
         arrived.record()
     device.charge("gpu", hits_s, "hits")
-    device.current.wait_event(arrived)
+    arrived.wait()
     device.charge("gpu", 1.0, "fetched")
 
 

@@ -21,10 +21,10 @@ class Family:
     layer, ``{e}`` for the expert. The canonical names, all optional but the first two: ``embed``,
     ``final_norm``, ``lm_head`` and, under ``layers.{i}.``: ``attn_norm``, ``q``, ``k``, ``v``,
     ``o``, ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias``, ``q_norm``, ``k_norm``, ``sinks``,
-    ``ffn_norm``, ``gate``, ``up``, ``down``, ``router``, ``router_bias``, ``experts.gate``,
-    ``experts.up``, ``experts.down``, ``experts.gate_bias``, ``experts.up_bias``,
-    ``experts.down_bias``, ``experts.gate_up``, ``experts.gate_up_bias`` (stacked,
-    experts first), or ``experts.{e}.gate`` and so on where a checkpoint stores them one by one.
+    ``attn_post_norm``, ``ffn_norm``, ``ffn_post_norm``, ``gate``, ``up``, ``down``, ``router``,
+    ``router_bias``, ``experts.gate``, ``experts.up``, ``experts.down``, ``experts.gate_bias``,
+    ``experts.up_bias``, ``experts.down_bias``, ``experts.gate_up``, ``experts.gate_up_bias``
+    (stacked, experts first), or ``experts.{e}.gate`` and so on where a checkpoint stores them one by one.
     ``rope_freqs`` holds divisors of RoPE's frequencies (GGUF); ``layers.{i}.rope_inv_freq`` is what
     theta already gives, and is not loaded.
 
@@ -40,6 +40,8 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict[str, str])
     gguf_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # metadata -> config
     gguf_rope: Literal["halves", "interleaved"] = "halves"  # how stored q/k rows pair up for RoPE
+    # What safetensors' norm weights lack: Gemma multiplies by 1 + w, and GGUF stores the sum.
+    hf_norm_offset: float = 0.0
     # Stacked experts in float32, float16 or bfloat16 are stored [experts, in, out] (safetensors).
     unquantised_experts_transposed: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.core.model_spec import ModelSpec
+from headrace.core.plan_spec import PlanSpec
 
 
 def values_of(spec: ModelSpec, weight_nbytes: float = 2.0) -> dict[str, float]:
@@ -29,4 +30,37 @@ def values_of(spec: ModelSpec, weight_nbytes: float = 2.0) -> dict[str, float]:
         "w_b": weight_nbytes,
         "we_b": weight_nbytes,
         "h_b": weight_nbytes,
+    }
+
+
+def values_of_plan(spec: PlanSpec) -> dict[str, float]:
+    """The symbols of a model for planning, with the bytes of its formats.
+
+    Widths that the description has only as products come out as such: what one dense feed-forward or
+    expert has of weights is right. Latent and other attentions that symbols cannot say take the
+    sizes of what they multiply and keep.
+    """
+    first = spec.attention[0]
+    windows = [kind for kind in spec.attention if kind.window is not None]
+    layers = sum(kind.layers for kind in spec.attention)
+    return {
+        "d": spec.hidden,
+        "n_attn": layers - sum(kind.layers for kind in windows),
+        "n_swa": sum(kind.layers for kind in windows),
+        "win": max((kind.window or 0 for kind in windows), default=4096),
+        "n_q": first.heads,
+        "n_kv": first.kv_heads,
+        "d_h": first.value_dim,
+        "I": spec.dense_weights / (3 * spec.hidden),
+        "n_ffn": spec.dense_layers,
+        "n_moe": spec.moe_layers,
+        "I_e": spec.expert_weights / (3 * spec.hidden),
+        "E": spec.num_experts,
+        "topk": spec.num_experts_per_token,
+        "n_shared": spec.shared_weights / spec.expert_weights if spec.expert_weights else 0,
+        "V": spec.vocab,
+        "tied": float(spec.tied),
+        "w_b": spec.bits("attention") / 8,
+        "we_b": spec.bits("experts") / 8,
+        "h_b": spec.bits("embedding" if spec.tied else "lm_head") / 8,
     }

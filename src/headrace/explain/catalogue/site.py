@@ -25,6 +25,9 @@ from headrace.explain.catalogue.record import Catalogue, Record
 from headrace.explain.catalogue.roofline import Point, roofline_svg, roofs
 from headrace.explain.resources import TITLES
 from headrace.explain.units_text import amount, figures
+from headrace.machine.known import known_machine
+from headrace.machine.known import parts as parts_by_name
+from headrace.machine.profile import MachineProfile
 
 # Models that the machines' pictures show each class with.
 PICTURED = ("dense_decode", "dense_prefill")
@@ -226,9 +229,33 @@ def machines_page(catalogue: Catalogue) -> str:
                 f"<p>{html.escape(at.about)}; {amount(peak, 'FLOP/s')}, {amount(memory, 'B/s')}</p>"
             )
             parts.append(roofline_svg(machine, points(catalogue, at)))
-        rates = ((n, f"{r.value:g} {r.unit}", r.source) for n, r in machine.rates.items())
-        parts.append(_table(("rate", "value", "source"), rates))
+        parts.append(_rates(machine))
+    for machine in catalogued_machines():
+        peak, memory = roofs(machine)
+        at = setting(catalogue.symbols, PICTURED[0], machine=machine)
+        parts.append(f"<h2>{html.escape(machine.name)}</h2>")
+        parts.append(
+            f"<p>{html.escape(machine_title(at))}; {html.escape(at.about)}; {amount(peak, 'FLOP/s')}, "
+            f"{amount(memory, 'B/s')}</p>"
+        )
+        parts.append(roofline_svg(machine, points(catalogue, at)))
+        parts.append(_rates(machine))
     return page("Machines", "".join(parts))
+
+
+def catalogued_machines() -> list[MachineProfile]:
+    """Every chip of the catalogue of machines, with the link and the host that its record names."""
+    found: list[MachineProfile] = []
+    for name, part in parts_by_name().items():
+        machine = known_machine(name) if part.kind == "gpu" else None
+        if machine is not None and {"gpu_flops_bf16", "hbm_read"} <= set(machine.rates):
+            found.append(machine)
+    return found
+
+
+def _rates(machine: MachineProfile) -> str:
+    rows = ((n, f"{r.value:g} {r.unit}", r.source) for n, r in machine.rates.items())
+    return _table(("rate", "value", "source"), rows)
 
 
 def points(catalogue: Catalogue, at: Setting) -> list[Point]:

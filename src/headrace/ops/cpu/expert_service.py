@@ -1,8 +1,8 @@
-"""Slices of experts on the CPU: computed now, or by threads that answer requests in a block of memory.
+"""Slices of experts on the CPU: computed now, or by threads that answer requests in a block.
 
-MXFP4 multiplies with activations of two int8 terms for each block of 32 (15 bits and a sign, finer than
-bfloat16), other formats with float32 activations. Both give the same bits on every instruction set, for
-any number of threads, and for a token alone or among others.
+MXFP4 and Q4_K multiply with activations of two int8 terms for each block of 32 (15 bits and a sign,
+finer than bfloat16), other formats with float32 activations. Both give the same bits on every
+instruction set, for any number of threads, and for a token alone or among others.
 """
 
 from __future__ import annotations
@@ -33,21 +33,25 @@ _PARTS = (
     *("down", "down_scales", "down_factors", "gate_up_bias", "down_bias"),
 )
 
-# Largest |difference| / largest |value| of an expert's output to float64, MXFP4: the activations' rounding
-# errs by 2.3e-5 of a sum of normal numbers (tests/parity/test_cpu_vnni.py), in two products in a row,
-# and the activation between them may double it.
+# Largest |difference| / largest |value| of an expert's output to float64, MXFP4 and Q4_K: rounding the
+# activations errs by 2.3e-5 of a sum of normal numbers (tests/parity/test_cpu_vnni.py), in two products
+# in a row, and the activation between them may double it.
 TERMS_TOLERANCE = 2e-4
 # Other formats: float32 sums, as ops.cpu.table has it, twice.
 FLOAT_TOLERANCE = 4e-5
 
 
+_TERMS = frozenset({"mxfp4", "q4_k"})
+
+
 def tolerance(layout: SliceLayout) -> float:
     """Largest |difference| / largest |value| of an expert's output to the float64 reference."""
-    return TERMS_TOLERANCE if "mxfp4" in (layout.format, layout.down_format) else FLOAT_TOLERANCE
+    terms = _TERMS.intersection((layout.format, layout.down_format))
+    return TERMS_TOLERANCE if terms else FLOAT_TOLERANCE
 
 
 def isa() -> str:
-    """The instruction set of MXFP4's products."""
+    """The instruction set of the products with two terms."""
     return _native.expert_isa()
 
 

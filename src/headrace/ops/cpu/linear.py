@@ -13,7 +13,8 @@ from headrace.ops.cpu.arguments import address, in_range, rows_of
 from headrace.ops.cpu.matrix import handle
 from headrace.ops.records import Activation, ExpertWeights
 
-ACTIVATION_NUMBERS = {"silu": 0, "swiglu_clamped": 1}  # enum class Activation, native/kernels.h
+# enum class Activation, native/kernels.h
+ACTIVATION_NUMBERS = {"silu": 0, "swiglu_clamped": 1, "gelu_tanh": 2}
 _EXPERTS = "_cpu_experts"
 
 

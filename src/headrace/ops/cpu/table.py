@@ -6,6 +6,7 @@ from headrace.ops.cpu.attention import attention, kv_append
 from headrace.ops.cpu.block import attention_block, dense_block
 from headrace.ops.cpu.linear import embed, gated_linear, linear, linear_group, moe
 from headrace.ops.cpu.rows import rmsnorm, rope, router_topk
+from headrace.ops.cpu.sealed import sealed_append, sealed_attention
 from headrace.ops.registry import Op
 
 # Largest difference to a float64 oracle over the largest value. A float32 sum in 16 lanes over K up
@@ -23,6 +24,9 @@ OPS = (
     Op("kv_append", "cpu", kv_append, 0.0),
     Op("attention_prefill", "cpu", attention, SUM_TOLERANCE),
     Op("attention_decode", "cpu", attention, SUM_TOLERANCE),
+    Op("sealed_append", "cpu", sealed_append, 0.0),
+    Op("sealed_attention_prefill", "cpu", sealed_attention, SUM_TOLERANCE),
+    Op("sealed_attention_decode", "cpu", sealed_attention, SUM_TOLERANCE),
     Op("router_topk", "cpu", router_topk, ROW_TOLERANCE),
     Op("moe", "cpu", moe, SUM_TOLERANCE),
     # Two or three products in a row, each within its own.

@@ -63,6 +63,8 @@ def activate(gate: torch.Tensor, up: torch.Tensor, act: Activation) -> torch.Ten
     """The gated activation of ``ops.records.Activation``, element by element."""
     if act.kind == "silu":
         return torch.nn.functional.silu(gate) * up
+    if act.kind == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
     if act.kind == "swiglu_clamped":
         g = gate.clamp(max=act.limit)
         u = up.clamp(min=-act.limit, max=act.limit)

@@ -25,12 +25,21 @@ from headrace.ops.records import AttentionBatch, LayerKV
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
-# A part has at least 256 keys: 64 KB of 64-wide bfloat16 keys and values for each key head, against
-# which its 2 KB of output do not count. From 64 parts on they grow instead: for 8 key heads 512
-# programs, which is what 132 multiprocessors run at a time.
-PART_TOKENS = 256
-MAX_PARTS = 64
+# A part has at least 128 keys: shorter ones would cost more in merging than they save in time. It grows
+# from where that many parts and key heads are 256 programs, two for each multiprocessor of a large GPU,
+# in one wave. This counts key heads only: parts must not depend on the batch.
+PART_TOKENS = 128
+PART_PROGRAMS = 256
+LEAST_PARTS, MOST_PARTS = 16, 128
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
+
+
+def num_parts(kv_heads: int, programs: int) -> int:
+    """Parts that a row's keys are cut into at most, a power of two: about ``programs`` programs a row."""
+    parts = LEAST_PARTS
+    while parts < MOST_PARTS and parts * kv_heads < programs:
+        parts *= 2
+    return parts
 
 
 @triton.jit
@@ -105,21 +114,23 @@ def attention_decode(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """softmax(q K^T * scale) V, one row for each sequence; see the reference for the terms.
 
     q: float32 [S, H, hd]; query and probabilities are rounded to the cache's type, sums are float32.
-    Returns float32 [S, H, hd].
+    Returns [S, H, hd] of ``dtype``.
     """
     q = q.contiguous()
     rows, heads, dim = q.shape
     keys = cache.keys
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    sums = torch.empty(rows, heads, MAX_PARTS, 2, device=q.device)
-    mixed = torch.empty(rows, heads, MAX_PARTS, dim, device=q.device)
+    most = num_parts(kv_heads, PART_PROGRAMS)
+    sums = torch.empty(rows, heads, most, 2, device=q.device)
+    mixed = torch.empty(rows, heads, most, dim, device=q.device)
     room = window or batch.block_tables.shape[1] * cache.block_tokens
-    parts = min(triton.cdiv(room, PART_TOKENS), MAX_PARTS)
+    parts = min(triton.cdiv(room, PART_TOKENS), most)
     programs = max(min(parts, _PROGRAMS // (rows * kv_heads)), 1)
     exact = keys.dtype == torch.float32
     seen = window or 2**31 - 1
@@ -128,16 +139,16 @@ def attention_decode(
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
-        MIN_PART=PART_TOKENS, PARTS=MAX_PARTS, PAGE=cache.block_tokens,
+        MIN_PART=PART_TOKENS, PARTS=most, PAGE=cache.block_tokens,
         GROUP=max(triton.next_power_of_2(group), 8), DIM=dim, WIDE=triton.next_power_of_2(dim),
         TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
         num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
         maxnreg=tuned.max_registers,
     )  # fmt: skip
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=dtype)
     merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
-        MIN_PART=PART_TOKENS, PARTS=MAX_PARTS, DIM=triton.next_power_of_2(dim),
+        MIN_PART=PART_TOKENS, PARTS=most, DIM=triton.next_power_of_2(dim),
         HAS_SINKS=sinks is not None, LOG2=LOG2_E, num_warps=4,
     )  # fmt: skip
     return out

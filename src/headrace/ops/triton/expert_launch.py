@@ -4,12 +4,13 @@
 allocates everything once, so that its calls can be captured in a CUDA graph.
 """
 
-# pyright: reportIndexIssue=false, reportCallIssue=false
 # ``kernel[grid](...)`` is Triton's launch syntax.
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from headrace.ops.triton.expert_matvec import (
     mxfp4_down,
     mxfp4_gate_up,
 )
+from headrace.ops.triton.expert_mma import mma_down, mma_gate_up
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
     COUNT_HITS,
@@ -36,11 +38,12 @@ from headrace.ops.triton.expert_state import PlanState
 FORMATS = ("mxfp4", "bf16")
 WEIGHTS_OF_SCALE = 32  # MXFP4
 WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
-NUM_PLANES = 5
+NUM_PLANES = 6
 MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 512
 BF16_TILE = 16
+MMA_GATE_UP_WARPS = 4  # 64 rows: their 32 activations are one block
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,20 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
+    # MXFP4 by mma instead of dp4a. H200, 2026-11-29, four experts of 13 MB: gate and up 25.6 us by mma, 18.2
+    # by dp4a; down 10.1 and 10.2. Neither is short of instructions: both wait for memory.
+    tensor_cores: bool = False
     gate_up_programs: int = 2
-    gate_up_warps: int = 8
-    gate_up_tile: int = 16  # rows; a multiple of 16, since eight results are quantised together
+    gate_up_warps: int = 4  # dp4a
+    gate_up_tile: int = (
+        16  # dp4a: rows; a multiple of 16, since eight results are quantised together
+    )
     gate_up_registers: int | None = None
-    down_programs: int = 4
+    down_programs: int = 5
     down_warps: int = 4
-    down_tile: int = 32
+    down_tile: int = 16  # dp4a
     down_registers: int | None = None
-    gather_programs: int = 24  # on the whole GPU
+    gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
     gather_words: int = 2048
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
@@ -96,7 +104,7 @@ class ExpertLauncher:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
         arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
-        multiprocessors: of the device.
+        multiprocessors: of the device, the unit of the grids; found out if None.
     """
 
     def __init__(
@@ -107,7 +115,7 @@ class ExpertLauncher:
         bases: torch.Tensor,
         act: Activation,
         request: RequestOffsets,
-        multiprocessors: int,
+        multiprocessors: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         if geometry.format not in FORMATS:
@@ -117,7 +125,8 @@ class ExpertLauncher:
             )
         self.tuning = tuning or Tuning()
         self._geometry, self._state, self._arena, self._bases = geometry, state, arena, bases
-        self._act, self._request, self._sms = act, request, multiprocessors
+        self._act, self._request = act, request
+        self._sms = multiprocessors or _multiprocessors(arena.device)
         self._mxfp4 = geometry.format == "mxfp4"
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
@@ -157,7 +166,8 @@ class ExpertLauncher:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
         expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches if fetches is None else fetches, self._state.counts, layer,
+            self._bases, self._arena, self._state.fetches if fetches is None else fetches,
+            self._state.counts, layer,
             self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
         )  # fmt: skip
 
@@ -184,12 +194,20 @@ class ExpertLauncher:
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         weights, scales, bias = g.gate_up
         grid = (t.gate_up_programs * self._sms,)
-        if self._mxfp4:
+        if self._mxfp4 and t.tensor_cores:
+            mma_gate_up[grid](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
+                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
+                weights, scales, bias, *sizes, *gate, MMA_GATE_UP_WARPS,
+                num_warps=MMA_GATE_UP_WARPS, maxnreg=t.gate_up_registers,
+            )  # fmt: skip
+        elif self._mxfp4:
             mxfp4_gate_up[grid](
                 self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
                 self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
                 weights, scales, bias, *sizes, *gate, _blocks_at_once(g.hidden), t.gate_up_tile,
-                t.gate_up_warps, num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
+                _rows_at_once(g.hidden, t.gate_up_warps, t.gate_up_tile),
+                num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
             )  # fmt: skip
         else:
             bf16_gate_up[grid](
@@ -202,11 +220,18 @@ class ExpertLauncher:
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         weights, scales, bias = g.down
         grid = (t.down_programs * self._sms,)
-        if self._mxfp4:
+        if self._mxfp4 and t.tensor_cores:
+            mma_down[grid](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
+                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
+                bias, *sizes, t.down_warps, num_warps=t.down_warps, maxnreg=t.down_registers,
+            )  # fmt: skip
+        elif self._mxfp4:
             mxfp4_down[grid](
                 self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
                 self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
-                bias, *sizes, _blocks_at_once(g.width), t.down_tile, t.down_warps,
+                bias, *sizes, _blocks_at_once(g.width), t.down_tile,
+                _rows_at_once(g.width, t.down_warps, t.down_tile),
                 num_warps=t.down_warps, maxnreg=t.down_registers,
             )  # fmt: skip
         else:
@@ -237,6 +262,13 @@ class ExpertLauncher:
         return out
 
 
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # interpreted: more programs only take longer
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -247,3 +279,8 @@ def _columns_at_once(columns: int) -> int:
 
 def _blocks_at_once(columns: int) -> int:
     return min(MAX_BLOCKS, _power_of_two(-(-columns // WEIGHTS_OF_SCALE)))
+
+
+def _rows_at_once(columns: int, warps: int, tile: int) -> int:
+    """Rows that a program loads at once, a block for each lane; a thread has at least two of a tile's."""
+    return min(warps * (MAX_BLOCKS // _blocks_at_once(columns)), tile // 2)

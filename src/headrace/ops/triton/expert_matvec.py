@@ -9,8 +9,9 @@ partial result for each (pair, slice), and their sum for each token in a fixed o
 (``expert_combine``), the CPU's part included. No atomics: the same placement gives the same bits.
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from headrace.ops.triton.expert_rows import (
     gated,
     mxfp4_dot,
     mxfp4_load,
+    store_partial,
     store_planes,
     store_words,
 )
@@ -209,19 +211,12 @@ def mxfp4_down(
                     h_units + pair * (S * WIDTH // 8) + piece * (WIDTH // 8),
                     row, HIDDEN, scale_stride, WIDTH, TILE, NB, S * WIDTH, WARPS, True,
                 )  # fmt: skip
-                _store_partial(
+                store_partial(
                     y, base + AT_BIAS, pair_weight + pair, partial + (pair * S + piece) * HIDDEN,
                     r, HAS_BIAS, HIDDEN,
                 )  # fmt: skip
             base = next_base
             w0, e0, w1, e1, w2, e2 = v0, f0, v1, f1, v2, f2
-
-
-@triton.jit
-def _store_partial(y, bias, weight, out, r, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr):
-    if HAS_BIAS:
-        y += tl.load(bias.to(tl.pointer_type(tl.float32)) + r, mask=r < HIDDEN, other=0.0)
-    tl.store(out + r, y * tl.load(weight), mask=r < HIDDEN)
 
 
 @triton.jit
@@ -278,7 +273,7 @@ def bf16_down(
         for pair in range(first, last):
             own = h + pair * (S * WIDTH) + piece * WIDTH
             y = bf16_rows(data, own, row, HIDDEN, WIDTH, TILE, COLS)
-            _store_partial(
+            store_partial(
                 y, base + AT_BIAS, pair_weight + pair, partial + (pair * S + piece) * HIDDEN, r,
                 HAS_BIAS, HIDDEN,
             )  # fmt: skip

@@ -6,14 +6,15 @@ integer: activations become two int8 terms per block of 32 (15 bits of the block
 than bfloat16, and the same arithmetic as the CPU's kernel), weights become bytes 12 + 2 w by two byte
 permutes, and ``dp4a`` multiplies four at a time, exactly. About 2 instructions a weight.
 
-Activations in that form (*planes*): int32 [5, K / 8] for each row: first and second four values' high
-terms, the same of the low terms, and -12 times the sum of the eight values; float32 [K / 32]: half the
-value of one unit, for each block (x) or for each eight values (what lies between gate/up and down,
-where a program makes few values at a time).
+Activations in that form (*planes*): int32 [6, K / 8] for each row: the high terms of four values and of
+the next four, the same of the low terms, -12 times the sum of the eight, and (K / 32 of them) -12 times
+the sum of a block's values. Their units, float32: half the value of one unit, for each block (x) or for
+each eight values (what lies between gate/up and down, where a program makes few values at a time).
 """
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# Kernels are a language of their own; pyright sees Python.
+# Kernels are Triton's language, not Python: their parameters have no Python types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-NUM_PLANES = tl.constexpr(5)
+NUM_PLANES = tl.constexpr(6)
 BLOCK = tl.constexpr(32)  # MXFP4 weights that share a scale
 # 127 * 256: the high term of the largest value stays an int8 after rounding.
 LARGEST = tl.constexpr(32512.0)
 
 
 @triton.jit
-def _unpack(w):
+def unpack(w):
     """Eight E2M1 codes of an int32 -> two int32 of four bytes 12 + 2 w."""
     if INTERPRETED:
         return _unpack_plain(w, 0), _unpack_plain(w, 16)
@@ -58,7 +59,7 @@ def _unpack(w):
 @triton.jit
 def _unpack_plain(w, shift: tl.constexpr):
     out = tl.zeros_like(w)
-    for i in tl.static_range(4):
+    for i in tl.static_range(4):  # pyright: ignore
         code = (w >> (shift + 4 * i)) & 15
         m = code & 7
         twice = tl.where(m < 4, m, tl.where(m < 6, 2 * m - 4, 4 * m - 16))
@@ -67,10 +68,10 @@ def _unpack_plain(w, shift: tl.constexpr):
 
 
 @triton.jit
-def _dot4(bytes_, terms, acc):
+def dot4(bytes_, terms, acc):
     """acc + four unsigned bytes times four signed bytes."""
     if INTERPRETED:
-        for i in tl.static_range(4):
+        for i in tl.static_range(4):  # pyright: ignore
             term = ((terms >> (8 * i)) & 255).to(tl.int8).to(tl.int32)
             acc += ((bytes_ >> (8 * i)) & 255) * term
         return acc
@@ -149,12 +150,12 @@ def mxfp4_dot(
         l0 = _plane(planes, at, copies, 2, LENGTH // 8, own)
         l1 = _plane(planes, at, copies, 3, LENGTH // 8, own)
         minus = _plane(planes, at, copies, 4, LENGTH // 8, own)
-        u0, u1 = _unpack(tl.reshape(w, [reps, WARPS, 4 * NB]))
+        u0, u1 = unpack(tl.reshape(w, [reps, WARPS, 4 * NB]))
         zero = tl.zeros_like(u0)
-        high = _dot4(u1, h1 + zero, _dot4(u0, h0 + zero, zero))
-        low = _dot4(u1, l1 + zero, _dot4(u0, l0 + zero, minus + zero))
+        high = dot4(u1, h1 + zero, dot4(u0, h0 + zero, zero))
+        low = dot4(u1, l1 + zero, dot4(u0, l0 + zero, minus + zero))
         value = high * 256 + low
-        scale = _power_of_two(tl.reshape(e, [reps, WARPS, NB]))
+        scale = power_of_two(tl.reshape(e, [reps, WARPS, NB]))
         if WORD_UNITS:
             unit = tl.load(units + at[None, :] + copies, mask=own, other=0.0)
             product = value.to(tl.float32) * unit[None, :, :]
@@ -167,7 +168,7 @@ def mxfp4_dot(
 
 
 @triton.jit
-def _power_of_two(e):
+def power_of_two(e):
     """2 ** (e - 127) of an E8M0 byte; 0 for byte 0, whose 2 ** -127 float32 products flush anyway."""
     return (e.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -213,6 +214,7 @@ def store_planes(x, planes, units, block, inside, K: tl.constexpr, NB: tl.conste
     tl.store(planes + 2 * (K // 8) + at, l0, mask=mask)
     tl.store(planes + 3 * (K // 8) + at, l1, mask=mask)
     tl.store(planes + 4 * (K // 8) + at, minus, mask=mask)
+    tl.store(planes + 5 * (K // 8) + block, tl.sum(minus, 1), mask=inside)
 
 
 @triton.jit
@@ -247,3 +249,10 @@ def gated(gate, up, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
         return g / (1.0 + tl.exp(-ALPHA * g)) * (u + 1.0)
     else:
         return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def store_partial(y, bias, weight, out, r, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr):
+    if HAS_BIAS:
+        y += tl.load(bias.to(tl.pointer_type(tl.float32)) + r, mask=r < HIDDEN, other=0.0)
+    tl.store(out + r, y * tl.load(weight), mask=r < HIDDEN)

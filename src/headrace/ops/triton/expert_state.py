@@ -4,8 +4,8 @@ One ``PlanState`` serves all layers and all batch sizes; every tensor keeps its 
 captured graphs stay valid.
 """
 
-# pyright: reportIndexIssue=false, reportCallIssue=false
 # ``kernel[grid](...)`` is Triton's launch syntax.
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.core.errors import ConfigError, InternalError
 from headrace.ops.triton.expert_plan import begin_step, expert_plan, rank_victims
 
 NUM_COUNTS = 8
-RANK_MINE = 32  # slots ranked by one program; small, so that thousands of slots fill the GPU
-RANK_CHUNK = 128
+NUM_STATES = 8
+NUM_COUNTERS = 3  # of an expert, cache_policy.HALF_LIVES
+NUM_CONSTANTS = 7  # before the turns
+# Slots ranked by one program; few, so that thousands of slots fill the GPU. Each meets all others
+# in chunks whose loads are waited for: long ones, as many as 128 threads hold counts for.
+RANK_MINE = 8
+RANK_CHUNK = 512
+BEGIN_CHUNK = 256  # experts
+LEAST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 16
+MOST_SLICES = 31  # ``on_gpu`` is an int32 with a bit for each
 SMALLEST_AXIS = 2  # Triton's scans want more than one element
 
 
@@ -26,7 +35,11 @@ SMALLEST_AXIS = 2  # Triton's scans want more than one element
 class PlanGeometry:
     """Sizes of the plan; the same as ``plan_oracle.PlanShape`` plus those of a step.
 
+    window: units of the ranking that compete to be a layer's victims (``ValueConstants.window``)
     request: int32 offsets of header, items, pair_token and pair_weight in the request block
+
+    Raises:
+        ConfigError: more slices than the kernels count.
     """
 
     num_layers: int
@@ -38,6 +51,13 @@ class PlanGeometry:
     max_tokens: int
     top_k: int
     request: tuple[int, int, int, int]
+
+    def __post_init__(self) -> None:
+        if self.num_slices > MOST_SLICES:
+            raise ConfigError(
+                f"experts in {self.num_slices} slices, the GPU's kernels take {MOST_SLICES}",
+                hint="lay them out with fewer slices",
+            )
 
     @property
     def max_uses(self) -> int:
@@ -57,10 +77,12 @@ class PlanState:
     geometry: PlanGeometry
     slot_of: torch.Tensor
     owner_of: torch.Tensor
-    score: torch.Tensor
+    counters: torch.Tensor
+    values: torch.Tensor
     last_use: torch.Tensor
-    decay: torch.Tensor
+    constants: torch.Tensor
     victims: torch.Tensor
+    scratch: torch.Tensor
     split: torch.Tensor
     state: torch.Tensor
     counts: torch.Tensor
@@ -76,12 +98,18 @@ class PlanState:
 
 def new_plan_state(
     geometry: PlanGeometry,
-    decay: Sequence[float],
+    constants: Sequence[float],
     device: torch.device,
     block: torch.Tensor | None,
 ) -> PlanState:
-    """A cold cache. block: int32, the request block, or None."""
+    """A cold cache. constants: ``ValueConstants.table()``; block: int32, the request block, or None.
+
+    Raises:
+        InternalError: not one turn for each layer.
+    """
     g = geometry
+    if len(constants) != NUM_CONSTANTS + g.num_layers:
+        raise InternalError(f"{len(constants)} constants of a policy for {g.num_layers} layers")
     rows = g.num_layers * g.num_experts
 
     def ints(*shape: int, value: int = 0) -> torch.Tensor:
@@ -91,12 +119,14 @@ def new_plan_state(
         geometry=g,
         slot_of=ints(rows * g.num_slices, value=-1),
         owner_of=ints(max(g.num_slots, 1), value=-1),
-        score=torch.zeros(rows, device=device),
+        counters=torch.zeros(NUM_COUNTERS, rows, device=device),
+        values=torch.zeros(rows, device=device),
         last_use=ints(rows),
-        decay=torch.tensor(list(decay), dtype=torch.float32, device=device),
+        constants=torch.tensor(list(constants), dtype=torch.float32, device=device),
         victims=torch.arange(max(g.num_slots, 1), dtype=torch.int32, device=device),
-        split=ints(g.max_missing + 1),
-        state=ints(4),
+        scratch=ints(2 * g.window + g.max_fetch),
+        split=ints(g.num_layers, g.max_missing + 1),
+        state=ints(NUM_STATES),
         counts=ints(NUM_COUNTS),
         hits=ints(g.max_missing, 4),
         fetches=ints(max(g.max_fetch, 1), 4),
@@ -110,14 +140,17 @@ def new_plan_state(
 
 
 def start_step(state: PlanState) -> None:
-    """Advance the clock and rank the victims; once a step, before its first layer."""
+    """Advance the clock, age the counters and rank the victims; once a step, before its first layer."""
     g = state.geometry
-    begin_step[(1,)](state.state, num_warps=1)
+    rows = state.values.numel()
+    begin_step[(-(-rows // BEGIN_CHUNK),)](
+        state.counters, state.values, state.constants, state.state, rows, BEGIN_CHUNK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     if g.num_slots and g.max_fetch:
         rank_victims[(-(-g.num_slots // RANK_MINE),)](
-            state.owner_of, state.score, state.last_use, state.decay, state.victims, state.state,
-            g.num_slices, g.num_slots, state.decay.shape[0], RANK_MINE, RANK_CHUNK,
-            num_warps=4, enable_fp_fusion=False,
+            state.owner_of, state.values, state.victims, state.state, g.num_slices, g.num_slots,
+            RANK_MINE, RANK_CHUNK, num_warps=4,
         )  # fmt: skip
 
 
@@ -127,14 +160,27 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
     size = _power_of_two(uses)
     block = state.counts if state.block is None else state.block
     expert_plan[(1,)](
-        ids, weights, state.slot_of, state.owner_of, state.score, state.last_use, state.decay,
-        state.victims, state.split, state.state, state.counts, state.hits, state.fetches,
-        state.pair_token, state.pair_weight, state.pair_of, state.on_gpu, state.totals, block, layer,
-        uses, g.top_k, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
-        state.decay.shape[0], state.block is not None, *g.request,
-        size, _power_of_two(g.num_slices), _power_of_two(g.window),
-        num_warps=8 if size >= 64 else 4, enable_fp_fusion=False,
+        ids, weights, state.slot_of, state.owner_of, state.counters, state.values, state.last_use,
+        state.constants, state.victims, state.scratch, state.split, state.state, state.counts,
+        state.hits, state.fetches, state.pair_token, state.pair_weight, state.pair_of,
+        state.on_gpu, state.totals, block, layer,
+        uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
+        g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
+        _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
+        num_warps=_plan_warps(size, _chunk(g.window)), enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _chunk(window: int) -> int:
+    """Places of the ranking looked at together: one chunk mostly holds ``window`` victims, though
+    some of its slots were taken, or used, earlier in the step."""
+    return _power_of_two(window + window // 2)
+
+
+def _plan_warps(uses: int, chunk: int) -> int:
+    """One place of the ranking for each thread: with two, loads and sums want different layouts and
+    the kernel has half as many instructions again and twice the barriers."""
+    return min(MOST_PLAN_WARPS, max(LEAST_PLAN_WARPS, uses // 8, chunk // 32))
 
 
 def _power_of_two(size: int) -> int:

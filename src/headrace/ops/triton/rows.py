@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from headrace.formats.base import PackedTensor
-from headrace.ops.records import LayerKV, RopeTable
+from headrace.ops.records import AttentionBatch, LayerKV, RopeTable
 from headrace.ops.reference import dense as reference
 
 FLOATS = ("f32", "f16", "bf16")
@@ -34,7 +34,8 @@ def embed(weight: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
     if weight.format not in FLOATS:
         return reference.embed(weight, ids)
     data = weight.parts["data"]
-    out = torch.empty(len(ids), weight.cols, device=data.device)
+    # The table may be pinned host memory: a step needs a row or two of it.
+    out = torch.empty(len(ids), weight.cols, device=ids.device)
     grid = (len(ids), triton.cdiv(weight.cols, _COLUMNS))
     embed_kernel[grid](data, ids, out, weight.cols, data.stride(0), BLOCK=_COLUMNS, num_warps=4)
     return out
@@ -48,16 +49,19 @@ def rmsnorm_kernel(x, weight, out, cols, eps, BLOCK: tl.constexpr):
     value = tl.load(x + row + at, mask=inside, other=0.0)
     mean = tl.sum(value * value, 0) / cols
     scale = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + row + at, value * (1.0 / tl.sqrt(mean + eps)) * scale, mask=inside)
+    value = value * (1.0 / tl.sqrt(mean + eps)) * scale
+    tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, one program a row.
 
-    x: float32 [T, D]; weight: float32 [D]. Returns float32 [T, D].
+    x: float32 [T, D]; weight: float32 [D]. Returns [T, D] of ``dtype``.
     """
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
     cols = x.shape[1]
     block = triton.next_power_of_2(cols)
     warps = min(max(block // 256, 1), 8)
@@ -136,4 +140,65 @@ def kv_append(k: torch.Tensor, v: torch.Tensor, cache: LayerKV, slots: torch.Ten
     kv_append_kernel[(rows, heads)](
         k, v, keys, cache.values, slots, cache.block_tokens, dim, keys.stride(0), keys.stride(1),
         DIM=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def rope_append_kernel(
+    q, k, v, cos, sin, positions, keys, values, slots, heads, kv_heads, dim, half,
+    block_tokens, stride_block, stride_head,
+    INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: a query's turns in place, a key's and its value go to the cache."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, DIM)
+    turning, inside = at < 2 * half, at < dim
+    if INTERLEAVED:
+        pair, first = at // 2, at % 2 == 0
+        partner = tl.where(first, at + 1, at - 1)
+    else:
+        pair, first = at % half, at < half
+        partner = tl.where(first, at + half, at - half)
+    partner = tl.where(turning, partner, at)
+    angle = tl.load(positions + row) * half + pair
+    c = tl.load(cos + angle, mask=turning, other=1.0)
+    s = tl.load(sin + angle, mask=turning, other=0.0)
+    s = tl.where(first, -s, s)
+    if head < heads:
+        base = q + (row * heads + head) * dim
+        mine = tl.load(base + at, mask=inside)
+        other = tl.load(base + partner, mask=inside)
+        tl.debug_barrier()  # all are read before one is written
+        tl.store(base + at, mine * c + other * s, mask=inside)
+    else:
+        source = (row * kv_heads + head - heads) * dim
+        slot = tl.load(slots + row)
+        target = (slot // block_tokens) * stride_block + (head - heads) * stride_head
+        target += (slot % block_tokens) * dim + at
+        mine = tl.load(k + source + at, mask=inside)
+        other = tl.load(k + source + partner, mask=inside)
+        key, value = mine * c + other * s, tl.load(v + source + at, mask=inside)
+        tl.store(keys + target, key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + target, value.to(values.dtype.element_ty), mask=inside)
+
+
+def rope_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: RopeTable,
+    batch: AttentionBatch,
+    cache: LayerKV,
+) -> None:
+    """``rope`` of q in place and of k, then ``kv_append`` of k and v, in one kernel.
+
+    q: float32 [T, H, hd], k, v: float32 [T, Hkv, hd], contiguous; k itself is left as it is.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, keys = k.shape[1], cache.keys
+    rope_append_kernel[(rows, heads + kv_heads)](
+        q, k, v, table.cos, table.sin, batch.positions, keys, cache.values, batch.slots,
+        heads, kv_heads, dim, table.cos.shape[1],
+        cache.block_tokens, keys.stride(0), keys.stride(1),
+        INTERLEAVED=table.interleaved, DIM=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip

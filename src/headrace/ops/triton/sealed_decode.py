@@ -25,14 +25,15 @@ import triton.language as tl
 
 from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
+from headrace.ops.triton.attention_decode import num_parts
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
 from headrace.ops.triton.sealed_append import open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
-# 64 parts of 8 key heads are 512 programs, what 132 multiprocessors run at a time.
-MAX_PARTS = 64
+# Programs of a row: what 132 multiprocessors run at a time, four each.
+PART_PROGRAMS = 512
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
 _MIN_TOKENS = 256  # of a part: its output, 4 bytes a channel for each query head, does not count
 RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at least
@@ -253,13 +254,14 @@ def sealed_attention_decode(
     page, kv_heads = cache.block_tokens, cache.key_codes.shape[1]
     group = heads // kv_heads
     where = open_of(batch)
-    sums = torch.empty(rows, heads, MAX_PARTS, 2, device=q.device)
-    mixed = torch.empty(rows, heads, MAX_PARTS, dim, device=q.device)
+    most = num_parts(kv_heads, PART_PROGRAMS)
+    sums = torch.empty(rows, heads, most, 2, device=q.device)
+    mixed = torch.empty(rows, heads, most, dim, device=q.device)
     min_part = max(_MIN_TOKENS // page, 1)
     room = batch.block_tables.shape[1]
     if window is not None:
         room = min(room, triton.cdiv(window, page) + 1)
-    parts = min(triton.cdiv(room, min_part), MAX_PARTS)
+    parts = min(triton.cdiv(room, min_part), most)
     programs = max(min(parts, _PROGRAMS // (rows * kv_heads)), 1)
     seen = window or 2**30
     max_pages = batch.block_tables.shape[1]
@@ -275,13 +277,13 @@ def sealed_attention_decode(
         NVFP4=nvfp4, RANK=cache.rank,
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page,
         DIM=dim, HALF=triton.next_power_of_2(dim // 2), GROUP=width,
-        MIN_PART=min_part, PARTS=MAX_PARTS, UNPACK=unpack_instructions(),
+        MIN_PART=min_part, PARTS=most, UNPACK=unpack_instructions(),
         num_warps=tuned.num_warps, num_stages=tuned.num_stages, maxnreg=tuned.max_registers,
     )  # fmt: skip
     out = torch.empty_like(q)
     sealed_merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
-        PAGE=page, MIN_PART=min_part, PARTS=MAX_PARTS, DIM=triton.next_power_of_2(dim),
+        PAGE=page, MIN_PART=min_part, PARTS=most, DIM=triton.next_power_of_2(dim),
         HAS_SINKS=sinks is not None, LOG2=LOG2_E, num_warps=4,
     )  # fmt: skip
     return out

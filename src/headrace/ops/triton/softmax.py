@@ -104,8 +104,8 @@ def tile_of(query_start, context_lens, num_sequences, pid, ROWS: tl.constexpr):
     Tiles are ROWS consecutive positions, aligned to multiples of ROWS, so that a tile's pages do not
     depend on how a prompt was cut. Later tiles, which see more keys, come first.
     """
-    tiles = pid * 0
-    sequence, tile = tiles - 1, tiles
+    # Values of their own: Triton 3.6 takes two names of one value for one variable of the loop.
+    tiles, tile, sequence = pid * 0, pid * 0, pid * 0 - 1
     for s in range(0, num_sequences):
         rows = tl.load(query_start + s + 1) - tl.load(query_start + s)
         context = tl.load(context_lens + s)
@@ -151,4 +151,5 @@ def merge_parts(
     pieces = tl.load(
         mixed + (row * PARTS + part)[:, None] * dim + d[None, :], mask=inside, other=0.0
     )
-    tl.store(out + row * dim + d, tl.sum(pieces * share[:, None], 0) / bottom, mask=d < dim)
+    value = tl.sum(pieces * share[:, None], 0) / bottom
+    tl.store(out + row * dim + d, value.to(out.dtype.element_ty), mask=d < dim)

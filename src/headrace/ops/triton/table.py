@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.ops.registry import Op
-from headrace.ops.triton import mixture, products, router, rows
+from headrace.ops.triton import block, mixture, products, router, rows
 from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
 from headrace.ops.triton.sealed_append import sealed_append
@@ -33,4 +33,6 @@ OPS: tuple[Op, ...] = (
     Op("sealed_attention_decode", "triton", sealed_attention_decode, _ATTENTION),
     Op("router_topk", "triton", router.router_topk, _ELEMENT),
     Op("moe", "triton", mixture.moe, 2 * _PRODUCT),
+    Op("attention_block", "triton", block.attention_block, 3 * _PRODUCT),
+    Op("dense_block", "triton", block.dense_block, 3 * _PRODUCT),
 )

@@ -1,0 +1,6 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace headrace {
+void bind_sealed(nanobind::module_& m);
+}

@@ -1,0 +1,83 @@
+"""How accurate each KV format was measured to be, by architecture: what ``--kv-format auto`` goes by.
+
+Every row comes from ``benchmarks/attention/accuracy.py``; a format *holds* on an architecture when its
+perplexity at the longest context measured is within 1 % of that with bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOLDS_WITHIN = 0.01
+
+
+@dataclass(frozen=True)
+class KVAccuracy:
+    """One measurement.
+
+    kl: mean Kullback-Leibler divergence to float32 keys and values, in nats a token
+    perplexity_change: relative to bf16, positive is worse
+    rank: residual scalars per token (0: not calibrated)
+    """
+
+    family: str
+    model: str
+    kv_format: str
+    rank: int
+    context: int
+    kl: float
+    perplexity_change: float
+    source: str
+
+    @property
+    def holds(self) -> bool:
+        return self.perplexity_change <= HOLDS_WITHIN
+
+
+_SOURCE = "benchmarks/results/attention/accuracy.json, 2026-11-29"
+
+MEASURED: tuple[KVAccuracy, ...] = (
+    KVAccuracy("llama", "SmolLM2-135M", "nvfp4k-fp8v", 4, 2048, 0.00313, 0.0017, _SOURCE),
+    KVAccuracy("llama", "SmolLM2-135M", "nvfp4k-fp8v", 0, 2048, 0.00734, 0.0056, _SOURCE),
+    KVAccuracy("llama", "SmolLM2-135M", "fp8", 0, 2048, 0.00276, -0.0022, _SOURCE),
+    KVAccuracy("gemma3_text", "Gemma 3 270M", "nvfp4k-fp8v", 4, 2048, 0.00504, 0.0162, _SOURCE),
+    KVAccuracy("gemma3_text", "Gemma 3 270M", "nvfp4k-fp8v", 0, 2048, 0.00832, 0.0133, _SOURCE),
+    KVAccuracy("gemma3_text", "Gemma 3 270M", "fp8", 0, 2048, 0.00379, -0.0054, _SOURCE),
+)
+
+# From the smallest to the largest; bf16 rounds keys and values once and holds everywhere.
+_BY_SIZE = ("nvfp4k-fp8v", "fp8")
+FALLBACK = "bf16"
+
+
+def smallest_that_holds(
+    family: str, *, rank: int, usable: frozenset[str], measured: tuple[KVAccuracy, ...] = MEASURED
+) -> tuple[str, str]:
+    """The smallest format whose accuracy on ``family`` is known to hold, and why.
+
+    Args:
+        rank: residual scalars that are calibrated for this model; a measurement with more of them says
+            nothing about it.
+        usable: formats that the back-end has kernels for.
+    """
+    rejected: list[str] = []
+    for name in _BY_SIZE:
+        rows = [m for m in measured if m.family == family and m.kv_format == name]
+        if name not in usable:
+            rejected.append(f"{name} has no kernel here")
+            continue
+        fitting = [m for m in rows if m.rank <= rank]
+        best = min(fitting, key=lambda m: m.perplexity_change, default=None)
+        if best is None:
+            why = "is measured with calibrated directions only" if rows else "is not measured"
+            rejected.append(f"{name} {why} on {family}")
+        elif not best.holds:
+            rejected.append(f"{name} changes {best.model}'s perplexity by {_percent(best)}")
+        else:
+            said = f"the smallest that holds on {family}: {_percent(best)} perplexity on "
+            return name, said + f"{best.model} at {best.context} tokens ({best.source})"
+    return FALLBACK, "; ".join(rejected)
+
+
+def _percent(row: KVAccuracy) -> str:
+    return f"{100 * row.perplexity_change:+.2f} %"

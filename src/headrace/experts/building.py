@@ -1,0 +1,119 @@
+"""Puts an executor on a GPU together: slots, request block, CPU service, prompt path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from headrace.experts.cpu_share import ServiceShare
+from headrace.experts.executor import ExecutorShape, HybridExecutor
+from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.request_block import RequestBlock, request_block
+from headrace.experts.split import PathRates
+from headrace.experts.store import HostStore
+from headrace.experts.stream import StreamPrefill
+from headrace.machine.device import Device
+from headrace.ops import registry
+from headrace.ops.expert_records import ExpertService, ServiceOptions
+from headrace.ops.records import Activation
+
+# Prompt chunks of which the CPU computes a part: beyond it nearly every expert has several tokens, and
+# the GPU is faster with one copy of each. Bounds the request block too.
+MAX_CPU_TOKENS = 128
+# What a fetch and a request cost beside their bytes (H200 machine, 2026-11-29: the fetched slices are
+# computed after the last of them has arrived; a round trip through flags takes 4 us).
+FETCH_LATENCY_S = 20e-6
+CPU_LATENCY_S = 8e-6
+# A line of the CPU's cache: the request block's fields must not share one with anything else.
+_LINE_NBYTES = 64
+
+
+def make_executor(
+    device: Device,
+    store: HostStore,
+    shape: ExecutorShape,
+    act: Activation,
+    *,
+    threads: int,
+    cpus: tuple[int, ...] | None = None,
+    rates: PathRates,
+) -> HybridExecutor:
+    """The executor on a GPU, its slots filled and its CPU service running.
+
+    Args:
+        shape: ``num_slots`` includes the transit slots, which are taken from it.
+        threads, cpus: of the CPU service.
+        rates: of both paths, overlapped; of a path that the placement does not use they do not matter.
+    """
+    layout = store.layout
+    with_cpu = shape.placement in ("cpu", "hybrid")
+    if shape.placement != "gpu":
+        transit = shape.plan_shape(store).max_fetch
+        shape = replace(shape, num_slots=max(shape.num_slots - transit, 0))
+    fields = request_block(
+        max_tokens=max(MAX_CPU_TOKENS, shape.max_tokens),
+        top_k=shape.top_k,
+        num_experts=store.num_experts,
+        num_slices=layout.num_slices,
+        hidden=layout.hidden,
+    )
+    block = _block(device, fields) if with_cpu else None
+    plan = shape.plan_shape(store)
+    paths = GpuPaths(
+        device, store, plan, act, fields, block, shape.top_k, max_tokens=shape.max_tokens
+    )
+    new_service = None
+    cpu = None
+    executors: list[HybridExecutor] = []
+    if block is not None:
+        new_service = _service_factory(store, fields, act, block, ServiceOptions(threads, cpus))
+
+        def fault() -> int:
+            service = executors[0].service
+            return 0 if service is None else int(service.fault())
+
+        cpu = ServiceShare(block, fields, layout.num_slices, fault)
+    together = rates.pcie_gbps + rates.cpu_gbps
+    prefill = StreamPrefill(
+        device,
+        store,
+        plan,
+        paths,
+        paths.product(act),
+        cpu=cpu,
+        cpu_share=rates.cpu_gbps / together if together else 0.0,
+    )
+    executor = HybridExecutor(
+        device, store, shape, paths, prefill=prefill, block=block, new_service=new_service
+    )
+    executors.append(executor)
+    executor.set_rates(rates)
+    executor.fill()
+    return executor
+
+
+def _block(device: Device, fields: RequestBlock) -> torch.Tensor:
+    """The request block's memory, at the start of a cache line."""
+    memory = device.pinned(fields.nbytes + _LINE_NBYTES, dtype=torch.uint8)
+    memory.zero_()
+    return memory[-memory.data_ptr() % _LINE_NBYTES :][: fields.nbytes]
+
+
+def _service_factory(
+    store: HostStore,
+    fields: RequestBlock,
+    act: Activation,
+    block: torch.Tensor,
+    options: ServiceOptions,
+) -> Callable[[], ExpertService]:
+    bases = [store.base(layer) for layer in range(store.num_layers)]
+    kernels = registry.cpu_experts()
+
+    def new_service() -> ExpertService:
+        return kernels.expert_service(
+            store.layout, bases, store.num_experts, act, block, fields, options
+        )
+
+    return new_service

@@ -1,0 +1,250 @@
+"""Computes mixtures whose experts lie in host memory, with a cache of slots on the GPU.
+
+A decoding step of up to ``max_tokens`` tokens goes, layer by layer: give x to all paths; plan; on a
+side stream fetch what the plan wants fetched, while the hits are computed; compute the fetched; wait
+for the CPU, which began with the plan; sum. All of it is recorded in the step's graph. Longer inputs
+go through ``prefill``, a callable with the same arguments.
+
+Placements (``placement.PLACEMENTS``): ``gpu``: everything has a slot; ``stream``: what misses is
+fetched; ``cpu``: there are no slots; ``hybrid``: misses are split between PCIe and the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.core.errors import ConfigError, DeviceLostError, MachineError
+from headrace.experts.cache_policy import value_constants
+from headrace.experts.paths import ExpertCounts, ExpertPaths
+from headrace.experts.placement import Placement
+from headrace.experts.plan_oracle import PlanShape
+from headrace.experts.split import PathRates, split_table
+from headrace.experts.store import HostStore
+from headrace.machine.device import Device
+from headrace.ops.expert_records import ExpertFault, ExpertService
+
+log = logging.getLogger(__name__)
+
+# Slices fetched in a layer where the CPU takes the rest: transit slots cost memory. A token's experts are
+# 12 to 24 slices; a full batch misses so many that the CPU's share is beyond this anyway.
+HYBRID_MAX_FETCH = 32
+
+Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ServiceFactory = Callable[[], ExpertService]
+
+
+@dataclass(frozen=True)
+class ExecutorShape:
+    """Sizes of an executor.
+
+    max_tokens: of a decoding step; top_k: experts of a token; num_slots: slices that the cache holds
+    """
+
+    placement: Placement
+    max_tokens: int
+    top_k: int
+    num_slots: int
+
+    def plan_shape(self, store: HostStore) -> PlanShape:
+        """The plan's sizes.
+
+        Raises:
+            ConfigError: ``gpu`` without a slot for every slice.
+        """
+        slices = store.layout.num_slices
+        everything = store.num_layers * store.num_experts * slices
+        if self.placement == "gpu" and self.num_slots < everything:
+            raise ConfigError(
+                f"experts on the GPU: {self.num_slots} slots for {everything} slices",
+                hint="use --experts hybrid, or give a larger --vram-budget",
+            )
+        most = self.max_missing(store)
+        return PlanShape(
+            num_layers=store.num_layers,
+            num_experts=store.num_experts,
+            num_slices=slices,
+            num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
+            max_fetch=self._max_fetch(most),
+            window=value_constants(store.num_layers, slices).window,
+        )
+
+    def _max_fetch(self, most: int) -> int:
+        if self.placement in ("cpu", "gpu"):
+            return 0
+        return most if self.placement == "stream" else min(most, HYBRID_MAX_FETCH)
+
+    def max_missing(self, store: HostStore) -> int:
+        """Most slices that a layer of a step can miss."""
+        uses = min(self.max_tokens * self.top_k, store.num_experts)
+        return uses * store.layout.num_slices
+
+
+class HybridExecutor:
+    """``layers.moe.MixtureExecutor`` and ``engine.parts.ExpertRuntime``.
+
+    Args:
+        paths: the steps of a layer, ``GpuPaths`` or ``HostPaths``.
+        service: the running CPU service that ``paths`` asks, or None.
+        block: its request block, uint8.
+        new_service: makes another on the same, zeroed block after a failure.
+        prefill: what serves more than ``shape.max_tokens`` tokens.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        shape: ExecutorShape,
+        paths: ExpertPaths,
+        *,
+        prefill: Prefill | None = None,
+        block: torch.Tensor | None = None,
+        new_service: ServiceFactory | None = None,
+    ) -> None:
+        self.paths, self.shape, self.store = paths, shape, store
+        self.plan_shape = shape.plan_shape(store)
+        self._device = device
+        self._prefill = prefill
+        self._block = block
+        self._new_service = new_service
+        self.service: ExpertService | None = None
+        self._side = device.stream()
+        self._fork, self._join = device.event(), device.event()
+        self._fetches = self.plan_shape.max_fetch > 0
+        self._failed = False
+        self.num_restarts = 0
+        if new_service is not None:
+            self._start_service()
+
+    def __call__(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``layers.moe.MixtureExecutor``."""
+        tokens = x.shape[0]
+        if tokens > self.shape.max_tokens:
+            if self._prefill is None:
+                raise ConfigError(
+                    f"{tokens} tokens at once, this executor takes {self.shape.max_tokens}",
+                    hint="give a smaller --max-batch-tokens",
+                )
+            return self._prefill(layer, x, ids, weights)
+        paths = self.paths
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        if layer == 0:
+            paths.begin_step()
+        paths.prepare(x)
+        paths.plan(layer, ids, weights)
+        if self._fetches:
+            self._fork.record()
+            self._side.wait_event(self._fork)
+            with self._device.use(self._side):
+                paths.gather(layer)
+                self._join.record()
+        if self.plan_shape.num_slots:
+            paths.hits(x)
+        if self._fetches:
+            self._join.wait()
+            paths.fetched(x)
+        paths.await_cpu()
+        return paths.combine(tokens)
+
+    def set_rates(self, rates: PathRates | None) -> None:
+        """Split misses by these rates; between steps. None: what the placement says alone.
+
+        Layers that are not pinned cannot be fetched: the CPU takes all of them.
+        """
+        most = self.shape.max_missing(self.store)
+        if self.shape.placement == "hybrid" and rates is not None:
+            table = split_table(most, rates)
+        elif self.shape.placement == "stream":
+            table = tuple(range(most + 1))
+        else:
+            table = (0,) * (most + 1)
+        none = (0,) * (most + 1)
+        self.paths.set_split(
+            [table if self._can_fetch(layer) else none for layer in range(self.store.num_layers)]
+        )
+
+    def _can_fetch(self, layer: int) -> bool:
+        return self.store.pinned(layer) or self._device.torch_device.type == "cpu"
+
+    def fill(self) -> None:
+        """Fill the slots before the first step, expert by expert over all layers alike.
+
+        Any expert is worth more than an empty slot; what is used first replaces one that never was.
+        """
+        s = self.plan_shape
+        keys: list[int] = []
+        for expert in range(s.num_experts):
+            for layer in range(s.num_layers):
+                if len(keys) + s.num_slices > s.num_slots:
+                    break
+                keys += [s.key(layer, expert, piece) for piece in range(s.num_slices)]
+        self.paths.fill(keys)
+
+    def counts(self) -> ExpertCounts:
+        """Slices by path so far; waits for the GPU."""
+        return self.paths.counts()
+
+    def step_begins(self, num_tokens: int) -> None:
+        """Wake the CPU's threads; replace a service that failed.
+
+        Raises:
+            DeviceLostError: its threads hang, and with them the memory that graphs point to.
+        """
+        if self.service is None:
+            return
+        if self._failed or not self.service.running():
+            self._restart_service()
+        self.service.wake()
+
+    def step_ended(self) -> None:
+        """Check that the CPU answered every request of the step.
+
+        Raises:
+            MachineError: it did not; the step's results are not to be used.
+        """
+        if self._block is None or self.service is None:
+            return
+        fault = self.service.fault()
+        if fault is ExpertFault.NONE:
+            return
+        self._failed = True
+        raise MachineError(
+            f"experts on the CPU: {fault.meaning}",
+            hint="the request can be sent again; the CPU's threads are started anew",
+        )
+
+    def close(self) -> None:
+        """End the service and give the store's memory back."""
+        if self.service is not None:
+            service, self.service = self.service, None
+            service.stop()
+        self.store.close()
+
+    def _start_service(self) -> None:
+        assert self._block is not None
+        assert self._new_service is not None
+        self._block.zero_()
+        self.service = self._new_service()
+        self.service.start()
+
+    def _restart_service(self) -> None:
+        assert self.service is not None
+        log.warning(
+            "the CPU's experts failed (%s); starting them anew", self.service.fault().meaning
+        )
+        try:
+            self.service.stop()
+        except MachineError as error:
+            raise DeviceLostError(
+                f"experts on the CPU: {error.message}", hint="restart the server"
+            ) from error
+        self._device.synchronize()
+        self._start_service()
+        self._failed = False
+        self.num_restarts += 1

@@ -1,0 +1,178 @@
+"""A decoding step's paths on a GPU: kernels of ``ops.triton.experts`` and the CPU's expert service.
+
+Everything keeps its address, and no call waits for the GPU or copies from the host, so that a step can
+be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace.core.errors import InternalError
+from headrace.experts.cache_policy import value_constants
+from headrace.experts.paths import ExpertCounts
+from headrace.experts.plan_oracle import PlanShape
+from headrace.experts.request_block import RequestBlock
+from headrace.experts.slab import SlabLayout
+from headrace.experts.store import HostStore
+from headrace.experts.stream import SliceProduct
+from headrace.machine.device import Device
+from headrace.ops import registry
+from headrace.ops.records import Activation
+
+_WORD = 4  # bytes of an int32
+
+
+class GpuPaths:
+    """See ``paths.ExpertPaths``.
+
+    Args:
+        store: its pinned layers can be fetched.
+        fields: the request block's; block: its memory, uint8, pinned; None without a CPU service.
+        max_tokens: of a decoding step; the block's if None.
+        tuning: ``ops.triton.experts.Tuning``; the measured one if None.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: HostStore,
+        shape: PlanShape,
+        act: Activation,
+        fields: RequestBlock,
+        block: torch.Tensor | None,
+        top_k: int,
+        tuning: Any = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
+        kernels = registry.gpu_experts()
+        self._kernels, self.shape, self._store = kernels, shape, store
+        target = device.torch_device
+        at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
+        geometry = kernels.PlanGeometry(
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            num_slices=shape.num_slices,
+            num_slots=shape.num_slots,
+            max_fetch=shape.max_fetch,
+            window=shape.window,
+            max_tokens=max_tokens or fields.max_tokens,
+            top_k=top_k,
+            request=tuple(offset // _WORD for offset in at),
+        )
+        words = None if block is None else block.view(torch.int32)
+        constants = value_constants(shape.num_layers, shape.num_slices).table()
+        self.state: Any = kernels.new_plan_state(geometry, constants, target, words)
+        slots = shape.num_slots + shape.max_fetch
+        nbytes = store.layout.slice_nbytes
+        self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
+        bases = [store.base(layer) for layer in range(store.num_layers)]
+        self.launcher: Any = kernels.ExpertLauncher(
+            _slices(kernels, store.layout),
+            self.state,
+            self.arena,
+            torch.tensor(bases, dtype=torch.int64, device=target),
+            act,
+            kernels.RequestOffsets(
+                ack=fields.ack // _WORD,
+                abort=fields.abort // _WORD,
+                x=fields.x // _WORD,
+                out=fields.out // _WORD,
+            ),
+            tuning=tuning,
+        )
+
+    def begin_step(self) -> None:
+        self._kernels.start_step(self.state)
+
+    def prepare(self, x: torch.Tensor) -> None:
+        self.launcher.prepare(x)
+
+    def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._kernels.plan_layer(self.state, layer, ids, weights)
+
+    def gather(self, layer: int) -> None:
+        self.launcher.gather(layer)
+
+    def hits(self, x: torch.Tensor) -> None:
+        self.launcher.hits(x)
+
+    def fetched(self, x: torch.Tensor) -> None:
+        self.launcher.fetched(x)
+
+    def await_cpu(self) -> None:
+        self.launcher.await_cpu()
+
+    def combine(self, num_tokens: int) -> torch.Tensor:
+        return self.launcher.combine(num_tokens)
+
+    def set_split(self, tables: Sequence[Sequence[int]]) -> None:
+        rows = torch.tensor([list(table) for table in tables], dtype=torch.int32)
+        want = tuple(self.state.split.shape)
+        if rows.shape != want:
+            raise InternalError(f"split tables {list(rows.shape)}, expected {list(want)}")
+        self.state.split.copy_(rows)
+
+    def fill(self, keys: Sequence[int]) -> None:
+        s = self.shape
+        if len(keys) > s.num_slots:
+            raise InternalError(f"{len(keys)} slices for {s.num_slots} slots")
+        pieces = self.arena.view(-1, self._store.layout.slice_nbytes)
+        slot_of = torch.full((self.state.slot_of.numel(),), -1, dtype=torch.int32)
+        owner_of = torch.full((self.state.owner_of.numel(),), -1, dtype=torch.int32)
+        for slot, key in enumerate(keys):
+            row, piece = divmod(key, s.num_slices)
+            layer, expert = divmod(row, s.num_experts)
+            pieces[slot].copy_(self._store.slab(layer, expert)[piece], non_blocking=True)
+            slot_of[key], owner_of[slot] = slot, key
+        self.state.slot_of.copy_(slot_of)
+        self.state.owner_of.copy_(owner_of)
+
+    def counts(self) -> ExpertCounts:
+        """Waits for the GPU."""
+        hits, fetched, computed, layers, _, admitted, *_ = self.state.totals.tolist()
+        return ExpertCounts(hits, fetched, computed, admitted, layers)
+
+    def slot(self, number: int) -> torch.Tensor:
+        nbytes = self._store.layout.slice_nbytes
+        return self.arena[number * nbytes : (number + 1) * nbytes]
+
+    def slots_of(self, layer: int) -> list[int]:
+        """Waits for the GPU."""
+        size = self.shape.num_experts * self.shape.num_slices
+        return self.state.slot_of[layer * size : (layer + 1) * size].tolist()
+
+    def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
+        first = self.shape.key(layer, 0, 0)
+        device = self.state.slot_of.device
+        slots, old, new = torch.tensor(changes, dtype=torch.int32, device=device).T
+        self.state.slot_of[(first + old).long()] = -1
+        self.state.slot_of[(first + new).long()] = slots
+        self.state.owner_of[slots.long()] = first + new
+
+    def product(self, act: Activation) -> SliceProduct:
+        """Computes a slice for many tokens, by matrix products in bfloat16."""
+        kernels, geometry = self._kernels, _slices(self._kernels, self._store.layout)
+        return lambda piece, x: kernels.slice_product(geometry, piece, x, act)
+
+
+def _slices(kernels: Any, layout: SlabLayout) -> Any:
+    at = {part.name: part.offset for part in layout.parts}
+
+    def offsets(name: str) -> tuple[int, ...]:
+        return tuple(at.get(name + suffix, 0) for suffix in ("", "_scales", "_bias"))
+
+    return kernels.SliceGeometry(
+        layout.format,
+        layout.hidden,
+        layout.width,
+        layout.num_slices,
+        layout.slice_nbytes,
+        layout.has_bias,
+        offsets("gate_up"),
+        offsets("down"),
+    )

@@ -1,0 +1,63 @@
+"""Halves of a decoder layer as one operation: fewer launches, and activations rounded where they are made.
+
+A decoding step of 16-bit weights takes the fused way: what is multiplied next is written in the weights'
+type at once, and queries turn in the kernel that fills the cache. Everything else goes operation by
+operation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.formats.base import PackedTensor
+from headrace.ops.records import AttentionBatch, AttentionBlock, DenseBlock, LayerKV
+from headrace.ops.triton import products, rows
+from headrace.ops.triton.attention_decode import attention_decode
+from headrace.ops.triton.attention_prefill import attention_prefill
+from headrace.ops.triton.few_rows import MAX_ROWS, gated_few, linear_few
+
+_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def attention_block(
+    x: torch.Tensor, block: AttentionBlock, cache: LayerKV, batch: AttentionBatch
+) -> torch.Tensor:
+    """x + o(attention(norm(x))), keys and values appended first: float32 [T, D] -> same."""
+    heads, kv_heads, dim = block.heads
+    dtype = _fused_dtype(x, block.weights) if batch.decode else None
+    normed = rows.rmsnorm(x, block.norm, block.eps, dtype or torch.float32)
+    group = linear_few if dtype is not None else products.linear_group
+    q, k, v = group(normed, block.weights[:3], block.biases[:3])
+    if block.q_norm is not None:
+        q = rows.rmsnorm(q.view(-1, block.q_norm.numel()), block.q_norm, block.eps)
+    if block.k_norm is not None:
+        k = rows.rmsnorm(k.view(-1, block.k_norm.numel()), block.k_norm, block.eps)
+    q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
+    rows.rope_append(q, k, v, block.table, batch, cache)
+    if dtype is not None:
+        mixed = attention_decode(q, cache, batch, block.scale, block.window, block.sinks, dtype)
+        flat = mixed.view(x.shape[0], -1)
+        return linear_few(flat, block.weights[3:], block.biases[3:], x)[0]
+    attend = attention_decode if batch.decode else attention_prefill
+    mixed = attend(q, cache, batch, block.scale, block.window, block.sinks)
+    return products.linear(mixed.view(x.shape[0], -1), block.weights[3], block.biases[3], x)
+
+
+def dense_block(x: torch.Tensor, block: DenseBlock) -> torch.Tensor:
+    """x + down(act(gate(norm(x)), up(norm(x)))): float32 [T, D] -> same."""
+    dtype = _fused_dtype(x, (block.gate, block.up, block.down))
+    if dtype is None:
+        normed = rows.rmsnorm(x, block.norm, block.eps)
+        inner = products.gated_linear(normed, block.gate, block.up, block.act)
+        return products.linear(inner, block.down, None, x)
+    normed = rows.rmsnorm(x, block.norm, block.eps, dtype)
+    inner = gated_few(normed, block.gate, block.up, block.act, dtype)
+    return linear_few(inner, (block.down,), (None,), x)[0]
+
+
+def _fused_dtype(x: torch.Tensor, weights: tuple[PackedTensor, ...]) -> torch.dtype | None:
+    """The one 16-bit type of all weights, if the rows are few."""
+    formats = {w.format for w in weights}
+    if len(formats) > 1 or not 0 < x.shape[0] <= MAX_ROWS:
+        return None
+    return _HALVES.get(formats.pop())

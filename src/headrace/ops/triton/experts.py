@@ -1,0 +1,33 @@
+"""The expert cache's kernels, as ``ops.registry.gpu_experts`` returns them."""
+
+from __future__ import annotations
+
+from headrace.ops.triton.expert_launch import (
+    FORMATS,
+    ExpertLauncher,
+    RequestOffsets,
+    SliceGeometry,
+    Tuning,
+)
+from headrace.ops.triton.expert_slice import slice_product
+from headrace.ops.triton.expert_state import (
+    PlanGeometry,
+    PlanState,
+    new_plan_state,
+    plan_layer,
+    start_step,
+)
+
+__all__ = [
+    "FORMATS",
+    "ExpertLauncher",
+    "PlanGeometry",
+    "PlanState",
+    "RequestOffsets",
+    "SliceGeometry",
+    "Tuning",
+    "new_plan_state",
+    "plan_layer",
+    "slice_product",
+    "start_step",
+]

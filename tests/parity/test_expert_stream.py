@@ -1,0 +1,168 @@
+"""Prompt chunks through the ring, the slots and the CPU, against float64; and the warmed cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.core.errors import ConfigError
+from headrace.experts.cpu_share import DirectShare, ServiceShare
+from headrace.experts.executor import ExecutorShape, HybridExecutor
+from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.paths import HostPaths
+from headrace.experts.random_store import random_store
+from headrace.experts.request_block import request_block
+from headrace.experts.slab import slab_layout
+from headrace.experts.slab_pack import slice_weights
+from headrace.experts.slice_reference import slice_output
+from headrace.experts.store import HostStore
+from headrace.experts.stream import StreamPrefill
+from headrace.machine.device import CudaDevice, HostDevice
+from headrace.ops.expert_records import ServiceOptions
+from headrace.ops.records import Activation
+from headrace.ops.registry import cpu_experts
+from tests.fixtures.cpu_cases import needs_native
+from tests.fixtures.slabs import expert_float64
+from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
+from tests.fixtures.triton_interpreter import DEVICE, needs_triton
+
+LAYERS, EXPERTS, TOP_K, TOKENS = 2, 6, 2, 20
+ACT = Activation("swiglu_clamped")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[HostStore]:
+    layout = slab_layout("mxfp4", 64, 64, has_bias=True, num_slices=2)
+    made = random_store(layout, LAYERS, EXPERTS, seed=9, threads=1)
+    yield made
+    made.close()
+
+
+def _product(store: HostStore):
+    def product(piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        part = slice_weights(piece.unsqueeze(0), store.layout, 0)
+        return slice_output(part, ACT, x.double()).float()
+
+    return product
+
+
+def _chunk(store: HostStore, layer: int, seed: int, experts: int = EXPERTS):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(TOKENS, store.layout.hidden, generator=generator)
+    ids = torch.rand(TOKENS, experts, generator=generator).topk(TOP_K).indices.int()
+    ids[3] = -1
+    weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    want = np.zeros(x.shape)
+    for t, row in enumerate(ids.tolist()):
+        for j, expert in enumerate(row):
+            if expert >= 0:
+                y = expert_float64(
+                    store.layout, store.slab(layer, expert), x[t].double().numpy(), ACT
+                )
+                want[t] += float(weights[t, j]) * y
+    return x, ids, weights, want
+
+
+def _error(found: torch.Tensor, want: np.ndarray) -> float:
+    return float(np.abs(found.cpu().numpy() - want).max() / np.abs(want).max())
+
+
+def _paths(store: HostStore, placement: str, slots: int) -> HostPaths:
+    shape = ExecutorShape(placement, 1, TOP_K, slots)
+    paths = HostPaths(store, shape.plan_shape(store), ACT)
+    HybridExecutor(HostDevice(), store, shape, paths).fill()
+    return paths
+
+
+@pytest.mark.parametrize(("placement", "slots"), [("stream", 7), ("hybrid", 1), ("gpu", 24)])
+def test_a_chunk_through_ring_and_slots(store: HostStore, placement: str, slots: int) -> None:
+    paths = _paths(store, placement, slots)
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, _product(store))
+    if placement == "gpu":
+        assert paths.shape.max_fetch == 0
+    for step in range(3):
+        for layer in range(LAYERS):
+            x, ids, weights, want = _chunk(store, layer, 10 * step + layer)
+            assert _error(prefill(layer, x, ids, weights), want) < 1e-6
+
+
+@needs_native
+@pytest.mark.parametrize(("placement", "share"), [("hybrid", 0.5), ("cpu", 0.0)])
+def test_the_cpu_takes_its_share(store: HostStore, placement: str, share: float) -> None:
+    paths = _paths(store, placement, 5)
+    bases = [store.base(layer) for layer in range(LAYERS)]
+    cpu = DirectShare(cpu_experts(), store.layout, bases, EXPERTS, ACT)
+    prefill = StreamPrefill(
+        HostDevice(), store, paths.shape, paths, _product(store), cpu=cpu, cpu_share=share
+    )
+    x, ids, weights, want = _chunk(store, 1, 4)
+    assert _error(prefill(1, x, ids, weights), want) < 2e-4
+    assert prefill.on_cpu > 0
+    assert (prefill.fetched > 0) == (placement == "hybrid")
+    if placement == "cpu":  # in pieces, if the CPU takes no more at once
+        cpu.max_tokens = 7
+        assert _error(prefill(1, x, ids, weights), want) < 2e-4
+
+
+def test_the_cache_is_warmed_with_what_was_used_and_forgets_only_what_was_not(
+    store: HostStore,
+) -> None:
+    paths = _paths(store, "stream", 8)  # experts 0 and 1 of both layers
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, _product(store))
+    x, ids, weights, _ = _chunk(store, 0, 1, experts=2)
+    used = torch.where(ids >= 0, 1 + 3 * ids, ids)  # experts 1 and 4
+    prefill(0, x, used, weights)
+    slots = paths.slots_of(0)
+    resident = {key // 2 for key, slot in enumerate(slots) if slot >= 0}
+    assert resident == {1, 4}
+    assert {key // 2 for key, slot in enumerate(paths.slots_of(1)) if slot >= 0} == {0, 1}
+    for key, slot in enumerate(slots):
+        if slot >= 0:
+            assert paths.tables.owner_of[slot] == key
+            assert torch.equal(paths.slot(slot), store.slab(0, key // 2)[key % 2])
+    before = prefill.fetched
+    prefill(0, x, used, weights)
+    assert prefill.fetched == before, "everything was resident"
+
+
+def test_what_nobody_can_serve_is_refused(store: HostStore) -> None:
+    paths = _paths(store, "cpu", 0)
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, _product(store))
+    x, ids, weights, _ = _chunk(store, 0, 1)
+    with pytest.raises(ConfigError, match="not pinned"):
+        prefill(0, x, ids, weights)
+
+
+@needs_triton
+@needs_native
+def test_on_the_gpu_with_the_service(store: HostStore) -> None:
+    device = HostDevice() if DEVICE.type == "cpu" else CudaDevice()
+    shape = ExecutorShape("hybrid", 1, TOP_K, 6)
+    layout = store.layout
+    fields = request_block(
+        max_tokens=32, top_k=TOP_K, num_experts=EXPERTS, num_slices=2, hidden=layout.hidden
+    )
+    block = torch.zeros(fields.nbytes + 64, dtype=torch.uint8)
+    block = block.pin_memory() if DEVICE.type == "cuda" else block
+    block = block[-block.data_ptr() % 64 :][: fields.nbytes]
+    paths = GpuPaths(device, store, shape.plan_shape(store), ACT, fields, block, TOP_K)
+    bases = [store.base(layer) for layer in range(LAYERS)]
+    service = cpu_experts().expert_service(
+        layout, bases, EXPERTS, ACT, block, fields, ServiceOptions(1, idle_s=0.0)
+    )
+    service.start()
+    try:
+        cpu = ServiceShare(block, fields, 2, lambda: int(service.fault()))
+        prefill = StreamPrefill(
+            device, store, paths.shape, paths, paths.product(ACT), cpu=cpu, cpu_share=0.4
+        )
+        for seed in (1, 2):
+            x, ids, weights, want = _chunk(store, 0, seed)
+            found = prefill(0, x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
+            assert _error(found, want) < 1e-2  # activations in bfloat16
+        assert min(prefill.fetched, prefill.on_cpu) > 0
+    finally:
+        service.stop()

@@ -1,0 +1,72 @@
+"""`headrace explain`."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.explain import leaf, report_png
+from headrace.explain.report_png import write_png
+from tests.golden.test_explain_table import report
+
+RUN = [
+    "explain",
+    "tiny",
+    "--context",
+    "128",
+    "--prompt-tokens",
+    "32",
+    "--steps",
+    "6",
+    "--threads",
+    "2",
+]
+
+
+def test_decode_with_the_kernels_prediction(capsys: pytest.CaptureFixture[str]):
+    assert main([*RUN, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["phase"], data["tokens"], data["sequences"]) == ("decode", 1, 1)
+    assert data["predicted_s"] > 0
+    total = sum(row["measured_s"] for row in data["rows"]) + data["gap_s"]
+    assert total == pytest.approx(data["step_s"])
+    assert {leaf.EXPERTS_GPU, leaf.ATTENTION_DECODE, leaf.QKV} <= {
+        row["id"] for row in data["rows"]
+    }
+
+
+def test_prefill_as_text(capsys: pytest.CaptureFixture[str]):
+    assert main([*RUN, "--step", "prefill", "--no-probe"]) == 0
+    text = capsys.readouterr().out
+    assert "prefill of 1 sequence, 32 tokens after 0" in text
+    assert "ROOFLINE" in text
+    assert "unexplained" in text
+
+
+def test_several_sequences(capsys: pytest.CaptureFixture[str]):
+    assert main([*RUN, "--sequences", "3", "--no-probe", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"] == 3
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    assert main([*RUN[:4], "--prompt-tokens", "200", "--no-probe"]) == 2
+    assert "do not fit the context of 128" in capsys.readouterr().err
+
+
+def test_png_without_matplotlib_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(report_png, "find_spec", lambda name: None)
+    assert main([*RUN, "--no-probe", "--png", str(tmp_path / "roof.png")]) == 2
+    error = capsys.readouterr().err
+    assert "needs matplotlib" in error
+    assert "pip install matplotlib" in error
+
+
+def test_png(tmp_path: Path):
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    write_png(report(), 1e12, 1e9, tmp_path / "roof.png")
+    assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,229 @@
+"""Choices and the memory plan of a GPU, on machines that are written down here."""
+
+import pytest
+
+from headrace.core.config import EngineConfig
+from headrace.core.errors import ConfigError, DoesNotFitError
+from headrace.core.model_sizes import ModelSizes
+from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.engine.resolve import GpuSupport, resolve
+from headrace.engine.vram_plan import CONTEXT_NBYTES, VramPlan, dense_nbytes
+from headrace.experts.slab import slab_layout
+from headrace.machine.cgroup import Cgroup
+from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
+
+GB, GIB = 10**9, 2**30
+READY = GpuSupport(None, frozenset({"mxfp4", "bf16"}))
+
+
+def smollm2(**changes):
+    values = {
+        "family": "llama", "hidden": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64,
+        "vocab": 49152, "intermediate": 1536, "norm_eps": 1e-5,
+        "rope": RopeSpec(theta=100000.0, dim=64), "max_context": 8192, "tie_embeddings": True,
+        "layers": (LayerSpec(None, False),) * 30,
+    }  # fmt: skip
+    return ModelSpec(**{**values, **changes})
+
+
+def gpt_oss(layers=36):
+    """The 120b geometry: 128 experts of 13 MB in every layer."""
+    return smollm2(
+        family="gpt_oss", hidden=2880, num_heads=64, num_kv_heads=8, vocab=201088, intermediate=0,
+        max_context=131072, tie_embeddings=False, layers=(LayerSpec(None, True),) * layers,
+        moe=MoeSpec(128, 4, 2880, "topk_softmax", True, expert_bias=True, router_bias=True),
+    )  # fmt: skip
+
+
+def machine(gpu_nbytes=80 * GIB, free=None, ram=128 * GB):
+    cpus = tuple(LogicalCpu(i, i, 0, True) for i in range(16))
+    return Machine(
+        system="Linux",
+        wsl=False,
+        cpu=CpuInfo("made up", "x86_64", ("avx2",), cpus, tuple(range(16))),
+        memory=MemoryInfo(ram, ram),
+        cgroup=Cgroup(),
+        python="3.12",
+        gpus=(GpuInfo(0, "H200", gpu_nbytes, free or gpu_nbytes, "1"),),
+    )
+
+
+def sizes(of, formats=("mxfp4",), dense=("bf16",)):
+    moe = of.moe
+    experts = 0 if moe is None else len(of.layers) * 128 * 13 * 10**6
+    return ModelSizes(
+        experts + GB, experts, frozenset(formats) if moe else frozenset(), frozenset(dense)
+    )
+
+
+def choose(of=None, on=None, support=READY, stored=None, **values):
+    of = of or smollm2()
+    return resolve(
+        EngineConfig("m", **values), of, on or machine(), GB,
+        sizes=stored or sizes(of), gpu=support,
+    )  # fmt: skip
+
+
+def test_a_dense_model_on_a_large_gpu():
+    made = choose()
+    assert (made.device, made.backend, made.experts) == ("cuda", "triton", "gpu")
+    assert (made.dense_format, made.kv_format) == ("bf16", "bf16")
+    assert made.context == 8192
+    assert made.num_blocks == 16 * 8192 // 32  # the whole context for every sequence
+    plan = made.vram
+    assert plan is not None
+    # 134,515,008 weights of two bytes (norms count four), as the model's card says
+    assert plan.weights_nbytes == pytest.approx(2 * 134_515_008, rel=0.001)
+    per_token = 2 * 30 * 3 * 64 * 2
+    assert plan.kv_nbytes == (16 * 8192 + 32) * per_token == made.kv_nbytes
+    assert plan.experts_nbytes == 0
+    assert 0 < plan.total_nbytes <= plan.budget_nbytes == 80 * GIB - 80 * GIB // 20
+    names = [c.name for c in made.choices]
+    assert len(names) == len(set(names))
+    assert all(c.reason for c in made.choices)
+    assert {"device", "dense_format", "kv_format", "vram_budget", "vram", "experts"} <= set(names)
+    assert made.plan.kv_nbytes == 0
+
+
+def test_the_cpu_serves_where_no_gpu_can():
+    for support, reason in (
+        (GpuSupport("triton is not installed"), "triton is not installed"),
+        (None, "not looked"),
+    ):
+        made = choose(support=support)
+        assert (made.device, made.vram) == ("cpu", None)
+        assert reason in next(c.reason for c in made.choices if c.name == "device")
+        assert any(reason in w for w in made.warnings)
+    assert choose(device="cpu").warnings == ()
+    assert choose(backend="reference").device == "cpu"
+    assert choose(device="cuda", backend="reference").backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"device": "cuda"}, "--device"),
+        ({"experts": "hybrid"}, "--experts"),
+        ({"vram_budget_nbytes": GB}, "--vram-budget"),
+        ({"dense_format": "f16"}, "--dense-format"),
+        ({"backend": "triton"}, "backend"),
+    ],
+)
+def test_what_needs_a_gpu_says_what_is_missing(values, param):
+    with pytest.raises(ConfigError, match="triton is not installed") as caught:
+        choose(support=GpuSupport("triton is not installed"), **values)
+    assert caught.value.param == param
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"device": "gpu"}, "--device"),
+        ({"dense_format": "fp8"}, "--dense-format"),
+        ({"vram_budget_nbytes": 81 * GIB}, "--vram-budget"),
+        ({"experts": "hybrid"}, "--experts"),  # a model without experts
+        ({"device": "cuda", "backend": "cpu"}, "backend"),
+        ({"device": "cpu", "vram_budget_nbytes": GB}, "--vram-budget"),
+    ],
+)
+def test_what_is_not_possible_is_refused_by_flag(values, param):
+    with pytest.raises(ConfigError) as caught:
+        choose(**values)
+    assert caught.value.param == param
+
+
+def test_packed_matrices_become_bfloat16_and_float32_stays():
+    packed = sizes(smollm2(), dense=("q4_k", "q6_k"))
+    made = choose(stored=packed)
+    assert made.dense_format == "bf16"
+    assert "q4_k, q6_k" in next(c.reason for c in made.choices if c.name == "dense_format")
+    made = choose(stored=sizes(smollm2(), dense=("f32",)))
+    assert (made.dense_format, made.kv_format) == ("f32", "f32")
+    made = choose(dense_format="f16", kv_format="f32")
+    assert (made.dense_format, made.kv_format) == ("f16", "f32")
+
+
+def test_experts_that_all_fit_go_to_the_gpu():
+    made = choose(gpt_oss(), machine(144 * GIB))
+    assert made.experts == "gpu"
+    assert made.slots
+    layout = slab_layout("mxfp4", 2880, 2880, has_bias=True)
+    assert made.vram is not None
+    assert made.vram.experts_nbytes == 36 * 128 * layout.slab_nbytes
+    assert made.vram.headroom_nbytes >= 0
+
+
+def test_experts_that_do_not_fit_get_what_the_rest_leaves():
+    made = choose(gpt_oss(18), vram_budget_nbytes=8 * GIB, context=4096, max_num_seqs=1)
+    assert made.experts == "hybrid"
+    assert "missing" in next(c.reason for c in made.choices if c.name == "experts")
+    plan = made.vram
+    assert plan is not None
+    layout = slab_layout("mxfp4", 2880, 2880, has_bias=True)
+    assert plan.experts_nbytes % layout.slice_nbytes == 0
+    assert 0 <= plan.headroom_nbytes < layout.slice_nbytes  # nothing is left over
+    assert plan.total_nbytes <= 8 * GIB
+    assert plan.weights_nbytes == dense_nbytes(gpt_oss(18), "bf16")
+    assert made.plan.weights_nbytes == 18 * 128 * 13 * 10**6
+    assert {"expert_slots"} <= {c.name for c in made.choices}
+
+
+def test_the_context_of_a_hybrid_model_leaves_room_for_slots():
+    made = choose(gpt_oss(18), vram_budget_nbytes=12 * GIB)
+    plan = made.vram
+    assert plan is not None
+    assert plan.kv_nbytes <= plan.experts_nbytes
+    assert made.kv_tokens >= made.context
+
+
+@pytest.mark.parametrize("mode", ["cpu", "stream", "hybrid"])
+def test_where_experts_go_can_be_configured(mode):
+    made = choose(gpt_oss(18), experts=mode, vram_budget_nbytes=12 * GIB)
+    assert made.experts == mode
+    assert made.vram is not None
+    assert (made.vram.experts_nbytes == 0) == (mode == "cpu")
+
+
+def test_b016_what_does_not_fit_is_refused_with_the_plan():
+    with pytest.raises(DoesNotFitError, match="weights") as caught:
+        choose(gpt_oss(), vram_budget_nbytes=2 * GIB)
+    assert caught.value.hint
+    with pytest.raises(DoesNotFitError, match="experts"):
+        choose(gpt_oss(), experts="gpu", vram_budget_nbytes=16 * GIB)
+    with pytest.raises(DoesNotFitError, match="other programs leave"):
+        choose(on=machine(free=4 * GIB), vram_budget_nbytes=8 * GIB)
+    with pytest.raises(DoesNotFitError, match="q4_k"):
+        choose(gpt_oss(), machine(16 * GIB), stored=sizes(gpt_oss(), ("q4_k",)), device="cuda")
+
+
+def test_b016_experts_must_fit_the_host():
+    with pytest.raises(DoesNotFitError, match="host's memory"):
+        choose(gpt_oss(), machine(16 * GIB, ram=32 * GB), device="cuda")
+
+
+def test_auto_falls_back_to_the_cpu_and_says_why():
+    made = choose(gpt_oss(2), machine(2 * GIB))
+    assert made.device == "cpu"
+    assert "does not fit the GPU" in next(c.reason for c in made.choices if c.name == "device")
+    assert any("does not fit the GPU" in w for w in made.warnings)
+
+
+def test_experts_of_other_formats_are_unpacked_where_they_fit():
+    made = choose(gpt_oss(2), machine(144 * GIB), stored=sizes(gpt_oss(2), ("q4_k",)))
+    assert (made.experts, made.slots) == ("gpu", False)
+    assert made.vram is not None
+    # three matrices of 2,880 x 2,880, and biases, in bfloat16
+    assert made.vram.experts_nbytes == 2 * 128 * (3 * 2880 * 2880 + 3 * 2880) * 2
+
+
+def test_plan_arithmetic():
+    plan = VramPlan(1, 20, 300, 4000, 50_000, 100_000, context_nbytes=6, reserve_nbytes=7)
+    assert plan.total_nbytes == 54_334
+    assert plan.headroom_nbytes == 45_666
+    plan.require_fit("x")
+    assert CONTEXT_NBYTES > 0
+    with pytest.raises(DoesNotFitError, match="missing"):
+        VramPlan(1, 0, 0, 0, 0, GB).require_fit("x") or VramPlan(GB, 0, 0, 0, 0, GB).require_fit(
+            "x"
+        )

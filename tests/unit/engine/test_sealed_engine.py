@@ -1,0 +1,178 @@
+"""Sealed KV formats in a whole engine: pages are shared, copied, given back and computed anew."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from headrace.core.config import EngineConfig
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.kv_accuracy import MEASURED, KVAccuracy, smallest_that_holds
+from headrace.core.kv_formats import FORMATS
+from headrace.engine.calibration import calibrate
+from headrace.engine.engine import Engine
+from headrace.kv.directions import data_dir, load_directions
+from headrace.kv.open_pages import OpenPages
+from headrace.models.calibration import calibration_text
+from tests.fixtures.toy_engine import drain, make_request
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+    def make(kv_format="nvfp4k-fp8v", **changes):
+        given = {"context": 256, "block_tokens": 32, "max_num_seqs": 4, "threads": 1, **changes}
+        return Engine.load(EngineConfig(model="tiny", kv_format=kv_format, **given))
+
+    return make
+
+
+def prompts():
+    rng = random.Random(3)
+    stem = [rng.randrange(10, 4000) for _ in range(64)]
+    return [
+        stem,  # two pages exactly
+        stem + [rng.randrange(10, 4000) for _ in range(9)],
+        stem[:33],
+        [rng.randrange(10, 4000) for _ in range(70)],
+        [*stem, 7, 8],
+    ]
+
+
+def run(engine, n=2):
+    requests = [
+        make_request(f"r{i}", p, max_tokens=40, temperature=0.9, seed=i, n=n, ignore_eos=True)
+        for i, p in enumerate(prompts())
+    ]
+    for request in requests:
+        engine.submit(request)
+    done = drain(engine)
+    assert not done.failed
+    snapshot = engine.snapshot()
+    assert snapshot.kv_blocks_used == 0
+    return {key: a.token_ids for key, a in done.items()}, snapshot
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "nvfp4k-fp8v"])
+def test_answers_do_not_depend_on_chunks_sharing_and_preemption(load, kv_format):
+    """Rows have the same bits whatever lies around them, and so have sealed pages."""
+    expected, _ = run(load(kv_format, max_batch_tokens=256, prefix_cache=False))
+    small, seen = run(load(kv_format, max_batch_tokens=24))
+    assert small == expected
+    assert seen.prefix_hit_tokens_total > 0
+    tight, seen = run(load(kv_format, max_batch_tokens=64, kv_tokens=256))
+    assert tight == expected
+    assert seen.preemptions_total > 0
+
+
+def next_tokens(engine):
+    """The most likely token behind beginnings of a real text, longer than a page."""
+    ids = engine._tokenizer.encode(calibration_text())
+    for length in range(70, 250, 20):
+        engine.submit(make_request(f"t{length}", ids[:length], max_tokens=1, ignore_eos=True))
+    return {key: a.token_ids for key, a in drain(engine).items()}
+
+
+def test_a_sealed_format_is_close_to_float32_and_says_what_it_lacks(load, caplog):
+    exact = next_tokens(load("f32"))
+    engine = load("nvfp4k-fp8v")
+    assert "without residual scalars" in caplog.text
+    packed = next_tokens(engine)
+    assert sum(exact[key] == packed[key] for key in exact) >= len(exact) - 2
+    choices = {c.name: c for c in engine.info.choices}
+    assert choices["kv_residuals"].value == "0"
+    assert engine.info.kv_format == "nvfp4k-fp8v"
+
+
+def test_calibrated_directions_are_found_by_the_weights_and_used(load, caplog, tmp_path):
+    done = calibrate("tiny", min_tokens=64, max_tokens=128)
+    assert done.path.is_relative_to(data_dir({"XDG_DATA_HOME": str(tmp_path)}))
+    assert done.num_tokens == 128
+    assert 4 / 32 < done.energy <= 1
+    engine = load()
+    assert "residual" not in caplog.text
+    choices = {c.name: c for c in engine.info.choices}
+    assert choices["kv_residuals"].value == "4"
+    run(engine, n=1)
+    with done.path.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(CheckpointError) as caught:
+        load_directions(done.path.stem, engine._decoder.spec)
+    assert "calibrate" in caught.value.hint
+
+
+def test_a_backend_without_kernels_is_refused_with_what_there_is(load, monkeypatch):
+    monkeypatch.setattr("headrace.engine.loading.registry.serves", lambda backend, names: False)
+    with pytest.raises(ConfigError, match="no kernel") as caught:
+        load("fp8")
+    assert "f32, bf16" in caught.value.hint
+
+
+def test_auto_takes_the_smallest_format_that_is_known_to_hold():
+    def row(kv_format, rank, change):
+        return KVAccuracy("llama", "toy", kv_format, rank, 2048, 0.01, change, "2026-11-29")
+
+    every = frozenset({"f32", "bf16", "fp8", "nvfp4k-fp8v"})
+    table = (row("nvfp4k-fp8v", 4, 0.004), row("nvfp4k-fp8v", 0, 0.03), row("fp8", 0, 0.001))
+
+    def chosen(family="llama", rank=4, usable=every):
+        return smallest_that_holds(family, rank=rank, usable=usable, measured=table)
+
+    assert chosen()[0] == "nvfp4k-fp8v"
+    assert "+0.40 %" in chosen()[1]
+    assert chosen(rank=0)[0] == "fp8"
+    assert chosen(usable=every - {"nvfp4k-fp8v", "fp8"})[0] == "bf16"
+    assert chosen(family="other") == (
+        "bf16",
+        "nvfp4k-fp8v is not measured on other; fp8 is not measured on other",
+    )
+
+
+def test_the_table_of_auto_is_what_was_measured():
+    path = Path(__file__).parents[3] / "benchmarks/results/attention/accuracy.json"
+    entries = json.loads(path.read_text())["entries"]
+    for row in MEASURED:
+        variant = row.kv_format + (f", R = {row.rank}" if row.kv_format != "fp8" else "")
+        same = [e for e in entries if e["family"] == row.family and e["tokens"] == row.context]
+        found = next(e for e in same if e["variant"] == variant)
+        bf16 = next(e for e in same if e["variant"] == "bf16")
+        assert row.kl == pytest.approx(found["kl"], abs=6e-6)
+        change = found["perplexity"] / bf16["perplexity"] - 1
+        assert row.perplexity_change == pytest.approx(change, abs=6e-5)
+    every = frozenset(FORMATS)
+    assert smallest_that_holds("llama", rank=4, usable=every)[0] == "nvfp4k-fp8v"
+    assert smallest_that_holds("gemma3_text", rank=4, usable=every)[0] == "fp8"
+    assert smallest_that_holds("qwen3", rank=4, usable=every)[0] == "bf16"
+
+
+def test_open_pages_are_conserved_and_stale_ones_swept():
+    owned = {1, 2, 3}
+    pages = OpenPages(2, 3, 32, owned.__contains__)
+    pages.next_step()
+    pages.begin()
+    first = pages.open_chunk(0, 40, [1, 2])  # block 1 starts and ends within the step
+    assert first.slots == (0, 2)
+    assert first.seals == ((1, 0, 1),)
+    again = pages.open_chunk(0, 10, [3])
+    pages.next_step()
+    pages.begin()
+    assert pages.open_chunk(40, 24, [1, 2]).seals == ((2, 2, 0),)
+    pages.begin()
+    assert pages.open_chunk(40, 24, [1, 2]).seals == ((2, 2, 0),)  # computed again
+    assert len(pages) == 2
+    pages.next_step()
+    assert len(pages) == 1
+    pages.check(max_blocks=1)
+    source, target = pages.copy(3, 4)
+    assert source == again.slots[0]
+    assert target != source
+    owned.clear()
+    owned.update({4, 5, 6})
+    pages.begin()
+    pages.open_chunk(0, 5, [5])
+    pages.open_chunk(0, 5, [6])  # takes block 3's slot, which nobody owns
+    pages.check(max_blocks=3)
