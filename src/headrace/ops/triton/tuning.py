@@ -48,7 +48,7 @@ class PrefillTuning:
 
 # By compute capability, "sealed" or "plain". (0, 0) is for the others.
 DECODE: dict[tuple[tuple[int, int], str], DecodeTuning] = {
-    # Prototype of 2026-11-28, H200: 64 parts, 4
+    # A prototype on an H200: 64 parts, 4
     # warps and 2 stages were the fastest of 2 to 3 stages and 4 to 8 warps.
     ((0, 0), "sealed"): DecodeTuning(0, 4, 2, None, NOT_MEASURED),
     ((9, 0), "sealed"): DecodeTuning(
