@@ -30,6 +30,8 @@ struct AttendRows {
   float* scores;          // [count, kKeyTile]
 };
 
+constexpr int64_t kMaxRank = 16;  // residual scalars of a key
+
 // Rows of a full page's keys in NVFP4 (ops.records.SealedKV), of one head.
 struct SealedKeys {
   const uint8_t *codes, *scales;

@@ -10,7 +10,6 @@ namespace headrace {
 constexpr int64_t kKeyScaleBytes = 8;    // bytes of key codes that share a scale: 16 channels
 constexpr int64_t kFirstTokens = 16;     // rows of a first page whose keys stay in bf16
 constexpr float kResidualUnit = 16.0f;   // residual codes are in units of 16 key scales
-constexpr int64_t kMaxRank = 16;
 
 struct SealedCache {
   uint8_t *key_codes, *key_scales, *key_residuals;

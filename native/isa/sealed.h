@@ -16,23 +16,27 @@ static void expand_nvfp4_keys(const SealedKeys& p, int64_t count, int64_t head, 
     const uint8_t* s = p.scales + t * (head / 16);
     for (int64_t j = 0; j < head / 16; ++j) store(scales + 8 * j, set1(kHalfE4M3.value[s[j]] * p.scale));
     float* row = out + t * head;
-    for (int64_t i = 0; i < half; i += 16) {
-      if (i + 16 <= half) {
-        const B b = load16(codes + i);
-        const V step = load(scales + i);
-        store(row + i, fma(table_low(table, b), step, load(p.ref + i)));
-        store(row + half + i, fma(table_high(table, b), step, load(p.ref + half + i)));
-      } else {  // eight bytes are left
-        for (int64_t c = i; c < half; ++c) {
-          row[c] = std::fma(kE2M1DoubledF[codes[c] & 15], scales[c], p.ref[c]);
-          row[half + c] = std::fma(kE2M1DoubledF[codes[c] >> 4], scales[c], p.ref[half + c]);
-        }
-      }
+    V along[kMaxRank];
+    for (int64_t r = 0; r < p.rank; ++r) along[r] = set1(kE4M3.value[p.residuals[t * p.rank + r]] * p.residual_unit);
+    const auto corrected = [&](V v, int64_t c) {
+      for (int64_t r = 0; r < p.rank; ++r) v = fma(along[r], load(p.directions + r * head + c), v);
+      return v;
+    };
+    int64_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+      const B b = load16(codes + i);
+      const V step = load(scales + i);
+      store(row + i, corrected(fma(table_low(table, b), step, load(p.ref + i)), i));
+      store(row + half + i, corrected(fma(table_high(table, b), step, load(p.ref + half + i)), half + i));
     }
-    for (int64_t r = 0; r < p.rank; ++r) {
-      const V e = set1(kE4M3.value[p.residuals[t * p.rank + r]] * p.residual_unit);
-      const float* u = p.directions + r * head;
-      for (int64_t c = 0; c < head; c += 16) store(row + c, fma(e, load(u + c), load(row + c)));
+    for (int64_t c = i; c < half; ++c) {  // eight bytes are left where the head is an odd number of groups
+      for (int high = 0; high < 2; ++high) {
+        const int64_t at = c + high * half;
+        float v = std::fma(kE2M1DoubledF[high ? codes[c] >> 4 : codes[c] & 15], scales[c], p.ref[at]);
+        for (int64_t r = 0; r < p.rank; ++r)
+          v = std::fma(kE4M3.value[p.residuals[t * p.rank + r]] * p.residual_unit, p.directions[r * head + at], v);
+        row[at] = v;
+      }
     }
   }
 }

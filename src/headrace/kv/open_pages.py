@@ -53,7 +53,8 @@ class OpenPages:
         self._full: set[int] = set()  # sealed by the current step
         self._next_shared = 0
 
-    def __len__(self) -> int:
+    @property
+    def num_open(self) -> int:
         """Blocks that have a slot."""
         return len(self._slot_of)
 

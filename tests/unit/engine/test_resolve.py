@@ -6,8 +6,8 @@ import pytest
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
-from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.core.kv_formats import FORMATS
+from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.engine.kv_choice import KVChoice, KVPool
 from headrace.engine.memory_plan import RESERVE_NBYTES, MemoryPlan, workspace_nbytes
 from headrace.engine.resolve import BLOCK_TOKENS, resolve

@@ -163,9 +163,9 @@ def test_open_pages_are_conserved_and_stale_ones_swept():
     assert pages.open_chunk(40, 24, [1, 2]).seals == ((2, 2, 0),)
     pages.begin()
     assert pages.open_chunk(40, 24, [1, 2]).seals == ((2, 2, 0),)  # computed again
-    assert len(pages) == 2
+    assert pages.num_open == 2
     pages.next_step()
-    assert len(pages) == 1
+    assert pages.num_open == 1
     pages.check(max_blocks=1)
     source, target = pages.copy(3, 4)
     assert source == again.slots[0]
