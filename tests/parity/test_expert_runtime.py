@@ -9,6 +9,7 @@ import torch
 
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.config import EngineConfig
+from headrace.core.kv_formats import PoolShape
 from headrace.engine import expert_runtime
 from headrace.engine.expert_runtime import ExpertPlace, supported_formats
 from headrace.engine.memory_plan import MemoryPlan
@@ -31,7 +32,8 @@ pytestmark = [needs_triton, needs_native, only_interpreted]
 def resolved(mode: str, slots_nbytes: int) -> Resolved:
     seqs = 2 if mode == "cpu" else 1
     return Resolved(
-        context=64, kv_format="f32", block_tokens=16, max_batch_tokens=64, max_num_seqs=seqs,
+        context=64, kv_format="f32", kv_pool=PoolShape(8, 16), block_tokens=16,
+        max_batch_tokens=64, max_num_seqs=seqs, expert_ram_nbytes=1 << 30,
         num_blocks=8, threads=1, backend="triton", experts=mode,
         plan=MemoryPlan(0, 0, 0, 0, 1 << 30), choices=(), device="cuda", dense_format="f32",
         slots=True, vram=VramPlan(0, 0, 0, 0, slots_nbytes, 1 << 30),

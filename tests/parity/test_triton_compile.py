@@ -1,4 +1,7 @@
-"""What the interpreter accepts must also compile, here for a GPU that is not here (sm_90)."""
+"""What the interpreter accepts must also compile, here for a GPU that is not here (sm_90).
+
+Attention is compiled in tests/unit/ops/test_compile_targets.py.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,6 @@ def spec(module: str, kernel: str, constexprs: dict[str, object], **changes: str
     }
 
 
-ATTENTION = {"DIM": 64, "TILE": 64, "PRECISION": "tf32"}
-PARTS = {"MIN_PART": 128, "PARTS": 32}
 SPECS = [
     spec("rows", "embed_kernel", {"BLOCK": 1024}, ids="*i64"),
     spec("rows", "rmsnorm_kernel", {"BLOCK": 4096}),
@@ -72,17 +73,6 @@ SPECS = [
     spec(
         "few_rows", "gated_kernel", {"CLAMPED": True, "TOKENS": 16, "ROWS": 16, "TILE": 256},
         x="*bf16", out="*bf16",
-    ),
-    spec("attention_decode", "part_kernel", {**ATTENTION, **PARTS, "GROUP": 16}),
-    spec(
-        "attention_decode",
-        "merge_kernel",
-        {**PARTS, "DIM": 64, "HAS_SINKS": True, "LOG2": 1.4426950408889634},
-    ),
-    spec(
-        "attention_prefill",
-        "prefill_kernel",
-        {**ATTENTION, "ROWS": 64, "HAS_SINKS": True, "LOG2": 1.4426950408889634},
     ),
     spec(
         "mixture",

@@ -236,14 +236,15 @@ def test_attention_block(fmt: str, qk_norm: str | None):
     for interleaved, spans in (
         (False, [(0, 39, 40), (1, 20, 21)]),
         (True, [(0, 37, 40)]),
-        (True, [(0, 39, 40)] * 17),
+        (True, [(s, 39, 40) for s in range(2, 19)]),  # one each: no two share a place
     ):
         table = RopeTable(*(0.7 * normal(rng, 60, 12) for _ in range(2)), interleaved)
         shape = (heads, kv_heads, dim)
         block = AttentionBlock(
             norm, 1e-5, weights, biases, q_norm, k_norm, table, shape, 0.1, 30, sinks
         )
-        cache, tables = paged_cache(rng, [40, 21], (kv_heads, dim, 16), dtype)
+        contexts = [40, 21] + [40] * 17
+        cache, tables = paged_cache(rng, contexts, (kv_heads, dim, 16), dtype)
         batch = paged_batch(tables, spans)
         slots = tables[[s for s, _, e in spans for _ in range(len(batch.positions) // len(spans))]]
         slots = slots[torch.arange(len(slots)), batch.positions // 16] * 16 + batch.positions % 16

@@ -22,9 +22,16 @@ from .conftest import Served
 
 
 def test_the_report_comes_as_json(served: Served):
-    assert served.http.get("/v1/explain").json() == {"phase": "decode", "steps": 32}
+    name = served.http.get("/v1/models").json()["data"][0]["id"]
+    assert served.http.get("/v1/explain").json() == {"model": name, "phase": "decode", "steps": 32}
     answer = served.http.get("/v1/explain", params={"step": "prefill", "steps": "5"})
-    assert answer.json() == {"phase": "prefill", "steps": 5}
+    assert answer.json() == {"model": name, "phase": "prefill", "steps": 5}
+
+
+def test_a_parameter_given_twice_is_refused(served: Served):
+    answer = served.http.get("/v1/explain?step=decode&step=prefill")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "step"
 
 
 @pytest.mark.parametrize(

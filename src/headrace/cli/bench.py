@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command
+from headrace.cli.outputs import check_output, writing
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import note
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.machine.gpu_rates import CudaSide
@@ -45,14 +46,22 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from headrace.cli.bench_report import draw_png, lines_of_plot, print_table, require_matplotlib
+    from headrace.cli.bench_report import draw_png, lines_of_plot, print_table
+    from headrace.explain.report_png import require_matplotlib
 
+    # Before the minute, not after it.
     if args.png is not None:
-        require_matplotlib()  # before the minute, not after it
+        require_matplotlib()
+        check_output(args.png, "--png", ".png")
+    if args.output is not None:
+        check_output(args.output, "--output")
+    else:
+        _check_cache()
     with loading_progress() as progress:
         profile, peaks, path = measure(args.output, progress)
     if args.png is not None:
-        draw_png(profile, args.png)
+        with writing(args.png, "--png"):
+            draw_png(profile, args.png)
     if args.json:
         print(profile.to_json())
     else:
@@ -61,6 +70,26 @@ def run(args: argparse.Namespace) -> int:
             print(line)
     note(f"the profile is stored in {path}")
     return 0
+
+
+def _check_cache() -> None:
+    """Refuse a cache that the profile could not be kept in.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
+    from headrace.machine.profile_store import PROFILES_VARIABLE, profiles_folder
+
+    folder = profiles_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_output(folder / "profile.json", PROFILES_VARIABLE)
+    except (OSError, ConfigError):
+        raise ConfigError(
+            f"the profile's folder {folder} cannot be written to",
+            hint=f"name another by --output FILE or the environment's {PROFILES_VARIABLE}",
+            param="--output",
+        ) from None
 
 
 def measure(
@@ -102,7 +131,8 @@ def measure(
     finally:
         block.release()
     if output is not None:
-        profile.save(output)
+        with writing(output, "--output"):
+            profile.save(output)
         return profile, peaks, output
     key = machine_key(machine.cpu, None if profile.gpu is None else profile.gpu.name)
     return profile, peaks, save_profile(profile, key, profiles_folder())

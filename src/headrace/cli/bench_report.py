@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import ConfigError
 from headrace.machine.profile import OVERLAPPED, MachineProfile, Rate
 
 # The table's order and words. Curves (names that end in _t<n>) are the picture's.
@@ -127,22 +126,6 @@ def _bar(value: float, top: float, mark: str, color: bool) -> str:
     if not color:
         return bar
     return f"\x1b[{36 if mark == '#' else 33}m{bar}\x1b[0m"
-
-
-def require_matplotlib() -> None:
-    """Refuse a picture that could not be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    from headrace.machine.probe import importable
-
-    if not importable("matplotlib"):
-        raise ConfigError(
-            "--png needs matplotlib, which is not installed",
-            hint="pip install matplotlib, or leave --png out: the picture is printed as text, too",
-            param="--png",
-        )
 
 
 def draw_png(profile: MachineProfile, path: Path) -> None:

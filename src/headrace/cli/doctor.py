@@ -110,6 +110,8 @@ def look_at_accounts(machine: Machine) -> Accounts:
     from headrace.machine.profile_store import profile_of
 
     profile, note = profile_of(machine)
+    if not machine.gpus:
+        return Accounts(0, "there is no GPU to read it", profile, note)
     if not importable("torch"):
         return Accounts(profile=profile, profile_note=note)
     from headrace.machine.pinned import pin_budget
@@ -122,8 +124,8 @@ def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]
     from headrace.machine.profile_store import age_days
 
     found: list[tuple[str, str]] = []
-    if not machine.gpus:
-        found.append(("pinned memory", "none: there is no GPU to read it"))
+    if accounts.pin_nbytes == 0:
+        found.append(("pinned memory", f"none: {accounts.pin_reason}"))
     elif accounts.pin_nbytes is None:
         found.append(("pinned memory", f"unknown: {accounts.pin_reason}"))
     else:

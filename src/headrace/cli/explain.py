@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command, add_engine_flags, engine_config, whole_number
+from headrace.cli.outputs import check_output, writing
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import configure_logging, note
 from headrace.cli.session import ctrl_c_ends_at_once
@@ -70,31 +71,40 @@ def run(args: argparse.Namespace) -> int:
         from headrace.explain.report_png import require_matplotlib
 
         require_matplotlib()
-    config = engine_config(args)
+        check_output(png, "--png", ".png")
+    # As many at once as are asked for: the engine's own choice would let the others wait.
+    config = engine_config(args, max_num_seqs=args.sequences if args.sequences > 1 else None)
     with loading_progress() as progress, ctrl_c_ends_at_once():
         from headrace.engine.engine import Engine
-        from headrace.engine.explaining import Workload, report_of, run_steps
+        from headrace.engine.explaining import Workload, check_workload, report_of, run_steps
         from headrace.engine.this_machine import this_machine, with_rates
         from headrace.machine.probe import probe_machine
 
         engine = Engine.load(config, progress)
+    workload = Workload(args.step, args.prompt_tokens, args.steps, args.sequences)
     try:
+        check_workload(engine.info, workload)  # before the kernels are measured
         machine = this_machine(probe_machine(gpus=True), engine.info.threads)
         if not args.no_probe and not any(name.startswith("kernel_one_") for name in machine.rates):
             from headrace.engine.kernel_probe import probe_engine
 
             note("measuring the kernels' rates")
             machine = with_rates(machine, probe_engine(engine))
-        workload = Workload(args.step, args.prompt_tokens, args.steps, args.sequences)
         report = report_of(engine, run_steps(engine, workload), args.step, machine)
     finally:
         engine.close()
     if report is None:
         raise InternalError(f"no {args.step} step was seen")
+    if args.step == "decode" and report.sequences < args.sequences:
+        note(
+            f"only {report.sequences:,} of the {args.sequences:,} sequences ran at once: no more fit into "
+            "the KV cache; fewer --prompt-tokens or --steps leave room for more"
+        )
     if png is not None:
         from headrace.explain.report_png import write_png
 
-        write_png(report, *roofs_of(machine), png)
+        with writing(png, "--png"):
+            write_png(report, *roofs_of(machine), png)
         note(f"the roofline is in {png}")
     if args.json:
         print(json.dumps(report.to_data()))

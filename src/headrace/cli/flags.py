@@ -38,13 +38,17 @@ def add_command(
     return parser
 
 
-def whole_number(flag: str, lowest: int, largest: int | None = None) -> Callable[[str], int]:
+LARGEST = 2**63 - 1  # what a count can be in the parts that are not Python
+
+
+def whole_number(flag: str, lowest: int, largest: int = LARGEST) -> Callable[[str], int]:
     """An argparse type: a whole number between the two, and errors that say so."""
 
     def parse(text: str) -> int:
-        value = int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else None
-        if value is None or value < lowest or (largest is not None and value > largest):
-            upper = "" if largest is None else f" and at most {largest}"
+        # Twenty digits are more than LARGEST has; int() refuses thousands of them in words of its own.
+        value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,20}", text) else None
+        if value is None or not lowest <= value <= largest:
+            upper = "" if largest == LARGEST and len(text) < 19 else f" and at most {largest}"
             raise ConfigError(
                 f"{flag} is {text!r}; it must be a whole number of at least {lowest}{upper}",
                 param=flag,

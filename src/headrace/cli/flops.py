@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.flags import Commands, add_command
+from headrace.cli.outputs import writing
 from headrace.cli.reporting import note
 from headrace.core.errors import ConfigError, InternalError, MachineError
 
@@ -61,35 +64,80 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
 
 
 def find_machine(name: str, symbols: Symbols) -> MachineProfile:
-    """A machine of the examples or of the catalogue of machines, or of a file.
+    """A machine of the examples, or whatever ``headrace plan`` takes as a machine.
 
     Raises:
         ConfigError: there is none of this name, or the file is not a profile.
     """
-    from headrace.machine.known import known_machine
-    from headrace.machine.profile import MachineProfile
+    from headrace.cli.plan_source import read_machine
 
-    if name in symbols.machines:
-        return symbols.machines[name]
-    return MachineProfile.load(Path(name)) if name.endswith(".json") else known_machine(name)
+    return symbols.machines[name] if name in symbols.machines else read_machine(name)
 
 
 def given_values(pairs: list[str]) -> dict[str, float]:
     """``["B=64"]`` -> {"B": 64}.
 
     Raises:
-        ConfigError: one is not a name and a number.
+        ConfigError: one is not a name and a finite number of at least 0, or a name is there twice.
     """
     values: dict[str, float] = {}
     for pair in pairs:
-        name, _, number = pair.partition("=")
+        name, _, text = pair.partition("=")
         try:
-            values[name] = float(number)
+            number = float(text)
         except ValueError:
+            number = math.nan
+        if not name or not math.isfinite(number) or number < 0:
             raise ConfigError(
-                f"--set is {pair!r}; it must be SYMBOL=NUMBER", hint="such as B=64", param="--set"
-            ) from None
+                f"--set is {pair!r}; it must be SYMBOL=NUMBER, and the number at least 0",
+                hint="such as B=64",
+                param="--set",
+            )
+        if name in values:
+            raise ConfigError(
+                f"--set gives {name!r} twice", hint="give each symbol once", param="--set"
+            )
+        values[name] = number
     return values
+
+
+@contextmanager
+def _put_in(args: argparse.Namespace) -> Generator[None]:
+    """Say that a formula without a value is due to the numbers that were given, where some were.
+
+    Raises:
+        ConfigError: in place of the ``InternalError`` that it would be in the catalogue's own examples.
+    """
+    try:
+        yield
+    except InternalError as error:
+        given = [flag for flag in ("set", "model") if getattr(args, flag)]
+        if not given:
+            raise
+        raise ConfigError(
+            f"these numbers cannot be put in: {error.message}",
+            hint=f"change {' or '.join('--' + flag for flag in given)}",
+            param=f"--{given[0]}",
+        ) from None
+
+
+def _refuse_unused(record: Record, symbols: Symbols, values: dict[str, float]) -> None:
+    """Refuse a value that the class's formulas would not read.
+
+    Raises:
+        ConfigError: a symbol of ``values`` is in none of them.
+    """
+    from headrace.explain.catalogue.derivation import used_symbols
+
+    used = used_symbols(record.formulas.values(), symbols)
+    for name in values:
+        if name not in used and name in symbols.by_name:
+            free = [n for n in used if symbols.by_name[n].settable]
+            raise ConfigError(
+                f"--set {name}: no formula of {record.id} uses {name!r}",
+                hint=f"it uses {', '.join(free)}" if free else "it has no symbols",
+                param="--set",
+            )
 
 
 def model_values(name: str) -> tuple[dict[str, float], float]:
@@ -157,6 +205,23 @@ def run_list(args: argparse.Namespace) -> int:
                 param=f"--{flag}",
             )
     catalogue = load_catalogue()
+    with _put_in(args):
+        rows = _matching(args, catalogue)
+    if args.json:
+        print(json.dumps([_row(record, bound) for record, bound in rows], indent=2))
+        return 0
+    if not rows:
+        note("no class matches")
+        return 0
+    width = max(len(record.id) for record, _ in rows)
+    print(f"{'CLASS':<{width}}  {'BOUND':<7} {'STATUS':<9} TITLE")
+    for record, bound in rows:
+        print(f"{record.id:<{width}}  {bound or record.kind:<7} {record.status:<9} {record.title}")
+    return 0
+
+
+def _matching(args: argparse.Namespace, catalogue: Catalogue) -> list[tuple[Record, str]]:
+    """The records that pass every filter, each with what binds it."""
     at = setting_of(args, catalogue.symbols)
     rows: list[tuple[Record, str]] = []
     for record in catalogue.records.values():
@@ -170,18 +235,7 @@ def run_list(args: argparse.Namespace) -> int:
         bound = _bound(record, at(record)) if record.work else ""
         if args.bound in (None, bound):
             rows.append((record, bound))
-    if args.json:
-        print(json.dumps([_row(record, bound) for record, bound in rows], indent=2))
-        return 0
-    if not rows:
-        note("no class matches")
-        return 0
-    width = min(44, max(len(record.id) for record, _ in rows))
-    print(f"{'CLASS':<{width}}  {'BOUND':<7} {'STATUS':<9} TITLE")
-    for record, bound in rows:
-        shown = record.id if len(record.id) <= width else record.id[: width - 1] + "~"
-        print(f"{shown:<{width}}  {bound or record.kind:<7} {record.status:<9} {record.title}")
-    return 0
+    return rows
 
 
 def _row(record: Record, bound: str) -> dict[str, Any]:
@@ -203,11 +257,13 @@ def run_show(args: argparse.Namespace) -> int:
 
     catalogue = load_catalogue()
     record = find_record(catalogue, args.id)
-    at = setting_of(args, catalogue.symbols)(record)
-    if args.json:
-        print(json.dumps(as_data(record, catalogue, at), indent=2))
-    else:
-        print("\n".join(derivation(record, catalogue, at)))
+    _refuse_unused(record, catalogue.symbols, given_values(args.set))
+    with _put_in(args):
+        at = setting_of(args, catalogue.symbols)(record)
+        if args.json:
+            print(json.dumps(as_data(record, catalogue, at), indent=2))
+        else:
+            print("\n".join(derivation(record, catalogue, at)))
     return 0
 
 
@@ -232,11 +288,22 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_site(args: argparse.Namespace) -> int:
     from headrace.explain.catalogue.load import load_catalogue
-    from headrace.explain.catalogue.site import write_site
+    from headrace.explain.catalogue.site import is_ours, write_site
 
     folder: Path = args.folder
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; the pages need a folder", param="DIR")
-    pages = write_site(load_catalogue(), folder)
+        raise ConfigError(
+            f"{folder} is a file; the pages need a folder",
+            hint="name a folder; it is made if it is not there",
+            param="DIR",
+        )
+    if not is_ours(folder):
+        raise ConfigError(
+            f"{folder} has an index.html that `headrace flops site` did not write",
+            hint="name another folder, or move that file",
+            param="DIR",
+        )
+    with writing(folder, "DIR"):
+        pages = write_site(load_catalogue(), folder)
     note(f"{pages} pages written; open {folder / 'index.html'}")
     return 0

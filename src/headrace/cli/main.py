@@ -19,6 +19,7 @@ from headrace.cli import (
     doctor,
     explain,
     flops,
+    kernels,
     models,
     plan,
     run,
@@ -27,7 +28,7 @@ from headrace.cli import (
 from headrace.cli.flags import Parser
 from headrace.cli.reporting import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, prepare_streams, report
 
-COMMANDS = (run, chat, serve, models, plan, explain, calibrate, doctor, bench, demo, flops)
+COMMANDS = (run, chat, serve, models, plan, explain, calibrate, doctor, bench, demo, flops, kernels)
 EPILOG = """\
 MODEL is a folder with config.json and safetensors, a .gguf file, a hub id (owner/name) or an alias
 such as tiny (built in) or smollm2. Answers go to standard output; progress and messages to standard

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command, whole_number
+from headrace.cli.outputs import check_output, writing
 from headrace.core.errors import ConfigError
 from headrace.core.kv_formats import FORMATS
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 # What is planned for where nothing is said: a conversation that a desktop's model is used for.
 DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
-LIST = "list"
+DEFAULT_KV = "bf16"
+LIST, THIS = "list", "this"
 
 
 def add_parser(commands: Commands) -> None:
@@ -32,7 +34,6 @@ def add_parser(commands: Commands) -> None:
     )
     add(
         "--machine",
-        default="this",
         metavar="NAME",
         help="this (default), a chip of the catalogue, parts joined by + "
         "(rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB), a profile's JSON file, or list",
@@ -53,15 +54,13 @@ def add_parser(commands: Commands) -> None:
     add(
         "--concurrency",
         type=whole_number("--concurrency", 1),
-        default=1,
         metavar="N",
         help="sequences at a time (default: 1)",
     )
     add(
         "--kv-format",
         choices=tuple(FORMATS),
-        default="bf16",
-        help="format of cached keys and values (default: bf16)",
+        help=f"format of cached keys and values (default: {DEFAULT_KV})",
     )
     add("--compare", metavar="A,B,C", help="machines to put side by side, separated by commas")
     add("--picture", type=Path, metavar="FILE", help="write the memory layout as an SVG picture")
@@ -70,6 +69,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.machine == LIST or args.models:
+        _refuse_beside(args, "--models" if args.models else "--machine list", ())
         return _list(args)
     if args.model is None:
         raise ConfigError(
@@ -77,22 +77,20 @@ def run(args: argparse.Namespace) -> int:
             hint="`headrace plan --models` lists the bundled ones, `--machine list` the machines",
             param="MODEL",
         )
-    if args.picture is not None and args.picture.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture is {str(args.picture)!r}; the picture is SVG, so the name ends in .svg",
-            param="--picture",
-        )
+    if args.picture is not None:
+        check_output(args.picture, "--picture", ".svg")
     if args.compare is not None:
         return _compare(args)
     from headrace.engine.plan_changes import alternatives, changes
 
-    plan = _plan(args, args.machine)
+    plan = _plan(args, args.machine or THIS)
     fits = plan.layout.mode not in ("none", "disk")
     found, nearest = changes(plan), [] if fits else alternatives(plan)
     if args.picture is not None:
         from headrace.cli.plan_picture import svg
 
-        args.picture.write_text(svg(plan), encoding="utf-8")
+        with writing(args.picture, "--picture"):
+            args.picture.write_text(svg(plan), encoding="utf-8")
     if args.json:
         from headrace.cli.plan_record import record
 
@@ -105,6 +103,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+# What a command line can say beside the model, by the name in ``args``.
+_FLAGS = {
+    "model": "MODEL",
+    "machine": "--machine",
+    "context": "--context",
+    "prompt": "--prompt",
+    "concurrency": "--concurrency",
+    "kv_format": "--kv-format",
+    "compare": "--compare",
+    "picture": "--picture",
+}
+
+
+def _refuse_beside(args: argparse.Namespace, what: str, fine: tuple[str, ...]) -> None:
+    """Refuse what ``what`` would leave unread, but for ``fine``.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    for name, flag in _FLAGS.items():
+        own = name == "machine" and what == f"--machine {args.machine}"
+        if getattr(args, name) is not None and name not in fine and not own:
+            raise ConfigError(
+                f"{flag} says nothing beside {what}",
+                hint=f"leave out {flag} or {what}",
+                param=flag,
+            )
+
+
 def _plan(args: argparse.Namespace, machine: str) -> Plan:
     from headrace.cli.plan_source import read_machine, read_model
     from headrace.engine.plan import make_plan
@@ -113,7 +140,7 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     spec = read_model(args.model)
     context = args.context or min(DEFAULT_CONTEXT, spec.max_context)
     prompt = args.prompt or min(DEFAULT_PROMPT, max(1, context // 2))
-    work = Workload(context, args.concurrency, args.kv_format, prompt)
+    work = Workload(context, args.concurrency or 1, args.kv_format or DEFAULT_KV, prompt)
     return make_plan(spec, read_machine(machine), work)
 
 
@@ -125,8 +152,9 @@ def _compare(args: argparse.Namespace) -> int:
             hint="for example --compare rtx-4090,rtx-5090,h200",
             param="--compare",
         )
-    if args.picture is not None:
-        raise ConfigError("--picture draws one machine; leave out --compare", param="--picture")
+    _refuse_beside(
+        args, "--compare", ("model", "compare", "context", "prompt", "concurrency", "kv_format")
+    )
     plans = [_plan(args, name) for name in names]
     if args.json:
         from headrace.cli.plan_record import record

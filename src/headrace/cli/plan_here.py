@@ -27,9 +27,12 @@ def this_machine() -> MachineProfile:
     """The profile that `headrace bench machine` stored, or a probe and one quick read (0.1 s)."""
     machine = probe_machine(gpus=True)
     gpu = machine.gpus[0].name if machine.gpus else None
-    stored, _ = find_profile(machine_key(machine.cpu, gpu), profiles_folder())
+    key, folder = machine_key(machine.cpu, gpu), profiles_folder()
+    stored, about = find_profile(key, folder)
     if stored is not None:
         return complete(stored)
+    if (folder / key.file_name).exists():
+        note(f"the stored profile is not used: {about}")
     return describe(machine, dram_read_gbps(len(machine.cpu.affinity)))
 
 
@@ -82,7 +85,8 @@ def describe(machine: Machine, dram_gbps: float) -> MachineProfile:
             link = LinkProfile(f"{known.link.name if known.link else ''} (assumed)")
         else:  # without rates nothing can be said about it
             note(
-                f"{gpu.name} is not in the catalogue, so the plan is for the CPU; `headrace bench machine`"
+                f"{gpu.name} is not in the catalogue, so the plan is for the CPU; "
+                "`headrace bench machine` measures the GPU"
             )
             gpu = None
     return MachineProfile(
@@ -97,8 +101,18 @@ def describe(machine: Machine, dram_gbps: float) -> MachineProfile:
     )
 
 
+# Words of a name that make another chip, with other rates or another memory, of the same number.
+_OTHER_CHIP = frozenset(
+    ("laptop", "max", "mobile", "super", "ti", "d", "pcie", "nvl", "40gb", "12gb")
+)
+
+
 def part_of(gpu_name: str) -> Part | None:
-    """The catalogue's record of a GPU that the driver names, the longest name that matches."""
+    """The catalogue's record of a GPU that the driver names, the longest name that matches.
+
+    None where a word says that it is another chip than its number does: a laptop's RTX 4090 has 576 GB/s
+    where the desktop's has 1,008.
+    """
 
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9]+", text.lower())) - {
@@ -111,7 +125,10 @@ def part_of(gpu_name: str) -> Part | None:
 
     here = words(gpu_name)
     known = [p for p in parts().values() if p.kind == "gpu" and set(p.name.split("-")) <= here]
-    return max(known, key=lambda p: len(p.name), default=None)
+    best = max(known, key=lambda p: len(p.name), default=None)
+    if best is not None and here & _OTHER_CHIP - words(best.title):
+        return None
+    return best
 
 
 def dram_read_gbps(threads: int) -> float:

@@ -41,11 +41,19 @@ def _read_folder(path: Path) -> PlanSpec:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from None
+        raise CheckpointError(
+            f"cannot read {file}: {error.strerror}",
+            hint="a model's folder has a config.json; name that folder, or a .gguf file",
+        ) from None
     except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from None
+        raise CheckpointError(
+            f"{file} is not JSON: {error}", hint="download the file again"
+        ) from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a {type(config).__name__}, not an object")
+        raise CheckpointError(
+            f"{file} holds a {type(config).__name__}, not an object",
+            hint="is this a language model's config.json?",
+        )
     return spec_from_config(cast("dict[str, Any]", config), path.resolve().name)
 
 
@@ -72,11 +80,24 @@ def read_machine(ref: str) -> MachineProfile:
     path = Path(ref).expanduser()
     if path.suffix == ".json" or path.is_file():
         if not path.is_file():
-            raise ConfigError(f"--machine: there is no file {ref}", param="--machine")
+            raise ConfigError(
+                f"--machine: there is no file {ref}",
+                hint="`headrace bench machine --output FILE` writes one; `--machine list` prints names",
+                param="--machine",
+            )
         from headrace.cli.plan_here import complete
 
         return complete(MachineProfile.load(path))
     return known_machine(ref)
+
+
+def _rate(gbps: float) -> str:
+    """A rate in GB/s with four digits that count, in larger units where those would need an exponent."""
+    for unit, size in (("GB/s", 1e4), ("TB/s", 1e3)):
+        if gbps < size:
+            return f"{gbps:,.4g} {unit}"
+        gbps /= 1e3
+    return f"{gbps:,.4g} PB/s"
 
 
 def machine_list() -> list[tuple[str, str, str, str]]:
@@ -86,6 +107,6 @@ def machine_list() -> list[tuple[str, str, str, str]]:
         rate = {"gpu": "hbm_read", "link": "pcie_h2d", "host": "dram_read"}[part.kind]
         memory = f"{part.memory_nbytes / 1e9:,.4g} GB, " if part.memory_nbytes else ""
         value = part.rates[rate][0]
-        main = f"{memory}{value:,.4g} GB/s" if value < 1e6 else f"{memory}{value / 1e6:,.4g} PB/s"
+        main = memory + _rate(value)
         found.append((part.name, part.title, main, part.standing))
     return found

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from headrace.cli.sizes import format_size
 from headrace.engine.plan import Interval, Plan
 from headrace.engine.plan_changes import Change
+from headrace.explain.resources import TITLES
 from headrace.explain.step_time import StepTime
 
-LABEL = 12
+LABEL, WIDTH = 12, 108
 BAR = 56
 # One letter for each purpose in a memory bar; what has none is drawn as "#".
 LETTERS = {
@@ -27,19 +29,8 @@ LETTERS = {
     "reserve": "-",
     "expert slots": "X",
 }
-RESOURCES = {
-    "hbm": "VRAM",
-    "pcie": "link",
-    "dram": "host memory",
-    "disk": "disk",
-    "tensor": "matrix units",
-    "vector": "vector units",
-    "special": "exponentials",
-    "cpu": "CPU arithmetic",
-    "launch": "kernel starts",
-    "host": "host",
-    "link": "GPU to GPU",
-}
+# As everywhere, but for what a plan calls by the name of its memory tier, or more shortly.
+RESOURCES = {**TITLES, "hbm": "VRAM", "pcie": "link", "launch": "kernel starts"}
 TIERS = {"vram": "VRAM", "ram": "host memory", "disk": "disk"}
 
 
@@ -53,7 +44,7 @@ def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list
         found += ["", *_changes(plan, changes)]
     notes = [*plan.spec.notes]
     if notes:
-        found += ["", *_labelled("notes", notes)]
+        found += ["", *_labelled("notes", [line for text in notes for line in _wrapped(text)])]
     return found
 
 
@@ -61,19 +52,26 @@ def _labelled(label: str, texts: Sequence[str]) -> list[str]:
     return [f"{label if i == 0 else '':<{LABEL}}{text}" for i, text in enumerate(texts)]
 
 
+def _wrapped(text: str) -> list[str]:
+    """``text`` in lines that a wide terminal takes."""
+    return textwrap.wrap(text, WIDTH - LABEL, break_on_hyphens=False, break_long_words=False)
+
+
 def _head(plan: Plan) -> list[str]:
     spec, machine, work = plan.spec, plan.machine, plan.workload
     parts = [machine.gpu.name] if machine.gpu else []
     parts += [machine.link.name] if machine.link else []
     parts.append(machine.host.cpu)
+    box = ", ".join(parts)
     size = f"{spec.total_weights / 1e9:,.4g} billion weights"
     if spec.sparse:
-        size += f", {spec.active_weights / 1e9:,.3g} of them a token"
-    users = f" x {work.concurrency} sequences" if work.concurrency > 1 else ""
+        size += f", {spec.active_weights / 1e9:,.3g} billion of them a token"
+    tokens = f"{work.context:,} {'token' if work.context == 1 else 'tokens'}"
+    users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
-        *_labelled("machine", [f"{machine.name}: {', '.join(parts)}"]),
-        *_labelled("for", [f"{work.context:,} tokens{users}, KV cache in {work.kv_format}"]),
+        *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
+        *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
     ]
 
 

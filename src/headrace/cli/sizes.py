@@ -37,8 +37,8 @@ def parse_size(text: str, flag: str) -> int:
 def format_size(nbytes: float) -> str:
     """Bytes for people, decimal units as disks and files are sold: ``98.4 MB``."""
     size, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
         if size < 1000:
             break
         size, unit = size / 1000, larger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+    return f"{size:,.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

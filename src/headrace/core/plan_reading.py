@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.plan_spec import KINDS, AttentionKind, PlanSpec
 
 Config = Mapping[str, Any]
+SHORT_CONTEXT = 2048  # where none is said: as the models had that were published before it was said
 
 
 def spec_from_config(config: Config, name: str = "") -> PlanSpec:
@@ -29,6 +30,10 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
     if isinstance(text, Mapping):
         notes.append("only the text model is counted, not the towers for images or sound")
         config = {**config, **text, "text_config": None}
+    if config.get("max_position_embeddings") is None:
+        notes.append(
+            f"config.json does not say how long a context may be: {SHORT_CONTEXT:,} is taken"
+        )
     hidden = _count(config, "hidden_size")
     layers = _count(config, "num_hidden_layers")
     kinds = _attention(config, hidden, layers)
@@ -42,7 +47,7 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
         family=str(config.get("model_type", "")),
         hidden=hidden,
         vocab=_count(config, "vocab_size"),
-        max_context=_count(config, "max_position_embeddings", default=2048),
+        max_context=_count(config, "max_position_embeddings", default=SHORT_CONTEXT),
         attention=kinds,
         dense_layers=dense,
         dense_weights=_dense(config, hidden) if dense else 0,
@@ -252,7 +257,8 @@ def _mixture(config: Config, hidden: int, layers: int) -> dict[str, Any]:
     chosen = _count(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     if chosen > experts:
         raise ConfigError(
-            f"num_experts_per_tok is {chosen} and there are {experts} experts",
+            f"config.json: num_experts_per_tok is {chosen} and there are {experts} experts",
+            hint="is this a language model's config.json, as it was published?",
             param="num_experts_per_tok",
         )
     inner = _count(config, "moe_intermediate_size", "intermediate_size")
@@ -282,21 +288,32 @@ def _dense(config: Config, hidden: int) -> int:
     return 3 * hidden * _count(config, "intermediate_size")
 
 
+# Counts that nothing can be divided by or made of when they are 0.
+_POSITIVE = frozenset(
+    """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
+    max_position_embeddings full_attention_interval decoder_sparse_step num_experts_per_tok
+    num_experts_per_token experts_per_token""".split()
+)
+
+
 def _count(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of ``names`` that is there, a whole number of at least 0."""
+    """The first of ``names`` that is there, a whole number of at least 0, or 1 for ``_POSITIVE``."""
     for name in names:
         value = config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        least = int(name in _POSITIVE)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(
-                f"config.json: {name} is {value!r}; it must be a whole number", param=name
+                f"config.json: {name} is {value!r}; it must be a whole number of at least {least}",
+                hint="is this a language model's config.json, as it was published?",
+                param=name,
             )
         return value
     if default is not None:
         return default
     raise ConfigError(
-        f"config.json has none of {', '.join(names)}",
+        f"config.json has no {' or '.join(names)}",
         hint="is this a language model's config.json?",
         param=names[0],
     )

@@ -36,10 +36,17 @@ def record_from_json(cls: type[R], text: str | bytes, source: str) -> R:
             version that this release does not know.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from None
+        raise ConfigError(
+            f"{source} is not JSON: {error}", hint="is it the file that was meant, and whole?"
+        ) from None
     return record_from_data(cls, data, source)
+
+
+def _refuse_constant(text: str) -> None:
+    """Python reads NaN and Infinity, which JSON does not have and no field here may be."""
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def record_from_data(cls: type[R], data: Any, source: str) -> R:

@@ -10,14 +10,14 @@ from typing import cast
 
 from headrace.core.errors import MachineError
 from headrace.core.model_spec import ModelSpec
+from headrace.engine.expert_host import load_host_store
 from headrace.engine.parts import ExpertRuntime
 from headrace.engine.resolved import Resolved
 from headrace.experts.building import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.placement import Placement
-from headrace.experts.slab_pack import layout_of
 from headrace.experts.split import PathRates
-from headrace.experts.store import HostStore, build_store
+from headrace.experts.store import HostStore
 from headrace.layers.moe import MixtureExecutor
 from headrace.machine.device import Device
 from headrace.machine.probe import Machine
@@ -94,17 +94,14 @@ class ExpertPlace:
     def _make(self, spec: ModelSpec, experts: Sequence[ExpertWeights]) -> MixtureExecutor:
         assert spec.moe is not None
         assert self._resolved.vram is not None
-        layout = layout_of(experts)
-        store = build_store(
-            experts, layout, threads=self._resolved.threads, pin=True, progress=self._progress
-        )
+        store = load_host_store(self._resolved, experts, self._progress)
         for note in store.notes:
             log.warning("%s", note)
         shape = ExecutorShape(
             cast(Placement, self._resolved.experts),
             min(self._resolved.max_num_seqs, STEP_TOKENS),
             spec.moe.num_experts_per_token,
-            self._resolved.vram.experts_nbytes // layout.slice_nbytes,
+            self._resolved.vram.experts_nbytes // store.layout.slice_nbytes,
         )
         try:
             executor = make_executor(

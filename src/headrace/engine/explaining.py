@@ -97,14 +97,13 @@ class Workload:
     batch: int = 1
 
 
-def run_steps(engine: Explainable, workload: Workload) -> Watch:
-    """Run requests of ``workload`` in an idle engine, watched.
+def check_workload(info: EngineInfo, workload: Workload) -> None:
+    """Refuse requests that are longer than the engine takes.
 
     Raises:
         ConfigError: they do not fit the engine's context.
-        HeadraceError: a request fails.
     """
-    context = engine.info.context
+    context = info.context
     if workload.prompt + workload.steps > context:
         raise ConfigError(
             f"--prompt-tokens {workload.prompt} and --steps {workload.steps} do not fit the context of "
@@ -112,6 +111,16 @@ def run_steps(engine: Explainable, workload: Workload) -> Watch:
             hint="give fewer, or a larger --context",
             param="--prompt-tokens",
         )
+
+
+def run_steps(engine: Explainable, workload: Workload) -> Watch:
+    """Run requests of ``workload`` in an idle engine, watched.
+
+    Raises:
+        ConfigError: they do not fit the engine's context.
+        HeadraceError: a request fails.
+    """
+    check_workload(engine.info, workload)
     watch = Watch(engine)
     watch.start()
     try:

@@ -83,7 +83,7 @@ def make_plan(
 def _check(spec: PlanSpec, workload: Workload) -> None:
     if workload.kv_format not in KV_BITS:
         raise ConfigError(
-            f"--kv-format is {workload.kv_format!r}; known: {', '.join(KV_BITS)}",
+            f"--kv-format is {workload.kv_format!r}; it must be one of {', '.join(KV_BITS)}",
             param="--kv-format",
         )
     if workload.context > spec.max_context:
@@ -95,7 +95,9 @@ def _check(spec: PlanSpec, workload: Workload) -> None:
         )
     for flag in ("context", "concurrency", "prompt"):
         if getattr(workload, flag) < 1:
-            raise ConfigError(f"--{flag} is {getattr(workload, flag)}; at least 1", param=flag)
+            raise ConfigError(
+                f"--{flag} is {getattr(workload, flag)}; it must be at least 1", param=f"--{flag}"
+            )
     if workload.prompt > workload.context:
         raise ConfigError(
             f"--prompt is {workload.prompt:,} tokens and --context {workload.context:,}",

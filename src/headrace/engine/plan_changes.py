@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,9 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
     for name in ("fp8", "nvfp4k-fp8v"):
         if KV_BITS[work.kv_format] > KV_BITS[name]:
             yield f"KV cache in {name}", under(replace(work, kv_format=name))
+    if work.concurrency > 1:
+        fewer = work.concurrency // 2
+        yield f"half the sequences ({fewer:,})", under(replace(work, concurrency=fewer))
     half = work.context // 2
     if half >= 1:
         shorter = replace(work, context=half, prompt=min(work.prompt, half))
@@ -75,7 +79,7 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
 def alternatives(plan: Plan) -> list[str]:
     """What comes nearest to a plan that does not fit memory; at most ``MAX_ALTERNATIVES`` sentences."""
     found: list[str] = []
-    for say in (_shorter, _smaller_formats, _more_memory, _other_models):
+    for say in (_shorter, _fewer, _smaller_formats, _more_memory, _other_models):
         found += say(plan)
     return found[:MAX_ALTERNATIVES]
 
@@ -94,6 +98,19 @@ def _shorter(plan: Plan) -> list[str]:
     return []
 
 
+def _fewer(plan: Plan) -> list[str]:
+    """The largest number of sequences that fits, by halving: memory grows with every one of them."""
+    low, high = 0, plan.workload.concurrency
+    while high - low > 1:
+        middle = (low + high) // 2
+        work = replace(plan.workload, concurrency=middle)
+        if _good(make_plan(plan.spec, plan.machine, work)):
+            low = middle
+        else:
+            high = middle
+    return [f"{plan.spec.name} fits with --concurrency {low}"] if low else []
+
+
 def _smaller_formats(plan: Plan) -> list[str]:
     for name in SMALLER:
         kinds = [k for k in KINDS if k not in ("router", "norm")]
@@ -102,8 +119,8 @@ def _smaller_formats(plan: Plan) -> list[str]:
             continue
         other = plan.spec.with_formats(formats)
         if _good(make_plan(other, plan.machine, plan.workload)):
-            size = other.weights_nbytes / 1e9
-            return [f"{plan.spec.name} fits stored as {name} ({size:,.0f} GB)"]
+            size = _gigabytes(other.weights_nbytes)
+            return [f"{plan.spec.name} fits stored as {name} ({size})"]
     return []
 
 
@@ -118,13 +135,19 @@ def _more_memory(plan: Plan) -> list[str]:
     host = plan.machine.host
     more = replace(host, memory_nbytes=host.memory_nbytes + missing)
     if _good(make_plan(plan.spec, replace(plan.machine, host=more), plan.workload)):
-        return [f"{missing / 1e9:,.0f} GB more host memory would hold it"]
+        return [f"{_gigabytes(missing)} more host memory would hold it"]
     gpu = plan.machine.gpu
     if gpu is not None:
         bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + missing)
         if _good(make_plan(plan.spec, replace(plan.machine, gpu=bigger), plan.workload)):
-            return [f"a GPU with {bigger.memory_nbytes / 1e9:,.0f} GB of VRAM would hold it"]
+            return [f"a GPU with {_gigabytes(bigger.memory_nbytes)} of VRAM would hold it"]
     return []
+
+
+def _gigabytes(nbytes: int) -> str:
+    """Gigabytes, rounded up: what is bought has to be enough. Tenths where a whole one is coarse."""
+    size = nbytes / 1e9
+    return f"{math.ceil(size):,} GB" if size >= 10 else f"{math.ceil(10 * size) / 10:.1f} GB"
 
 
 def _other_models(plan: Plan) -> list[str]:
@@ -138,5 +161,5 @@ def _other_models(plan: Plan) -> list[str]:
         other = make_plan(spec, plan.machine, work)
         if _good(other) and other.speed is not None:
             speed = other.speed.tokens_s.expected
-            return [f"the largest bundled model that fits is {spec.name} ({speed:,.0f} tok/s)"]
+            return [f"the largest bundled model that fits is {spec.name} ({speed:,.3g} tok/s)"]
     return []

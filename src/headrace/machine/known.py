@@ -74,7 +74,14 @@ def memory_nbytes(text: str, param: str = "--machine") -> int:
             hint="a number with one of the units " + ", ".join(UNITS),
             param=param,
         )
-    return round(float(match[1]) * UNITS[match[2]])
+    nbytes = round(float(match[1]) * UNITS[match[2]])
+    if nbytes < 1:
+        raise ConfigError(
+            f"{param}: {text!r} is no memory at all",
+            hint="a number above 0, such as 64GiB",
+            param=param,
+        )
+    return nbytes
 
 
 def known_machine(name: str) -> MachineProfile:
@@ -85,10 +92,16 @@ def known_machine(name: str) -> MachineProfile:
     """
     chosen: dict[str, Part] = {}
     ram: int | None = None
-    for word in name.lower().split("+"):
-        word = word.strip()
+    for given in name.split("+"):
+        word = given.strip().lower()
         if word.startswith("ram="):
-            ram = memory_nbytes(name[name.lower().index("ram=") + 4 :].split("+")[0].strip())
+            if ram is not None:
+                raise ConfigError(
+                    f"--machine: {name!r} gives ram= twice",
+                    hint="the host has one memory: give its whole size once",
+                    param="--machine",
+                )
+            ram = memory_nbytes(given.strip()[4:].strip())
             continue
         part = parts().get(word)
         if part is None:
@@ -110,6 +123,7 @@ def known_machine(name: str) -> MachineProfile:
 def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachineProfile:
     gpu = chosen.get("gpu")
     if gpu is not None:
+        _check_shared(gpu, chosen)
         chosen.setdefault("link", parts()[gpu.raw["link"]])
         chosen.setdefault("host", parts()[gpu.raw["host"]])
     host = chosen.get("host")
@@ -133,22 +147,49 @@ def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachinePro
             else:
                 rates[f"gpu_flops_{rate}"] = _flops(value, source)
     return MachineProfile(
-        name=name.lower(),
+        name="+".join(_as_named(word.strip()) for word in name.split("+")),
         origin="catalogued",
         host=HostProfile(host.title, int(host.raw["cores"]), ram or host.memory_nbytes),
-        gpu=None if gpu is None else _gpu(gpu),
+        gpu=None if gpu is None else _gpu(gpu, ram),
         link=None if gpu is None else LinkProfile(chosen["link"].title),
         rates=rates,
     )
 
 
-def _gpu(part: Part) -> GpuProfile:
+def _check_shared(gpu: Part, chosen: Mapping[str, Part]) -> None:
+    """A chip that shares the host's memory has the host and the link of its own record, others have not.
+
+    Raises:
+        ConfigError: the parts do not go together.
+    """
+    shared = bool(gpu.raw.get("unified", False))
+    for kind in ("link", "host"):
+        part = chosen.get(kind)
+        own = parts()[gpu.raw[kind]]
+        if part is None or part is own or not (shared or part.name == "unified"):
+            continue
+        raise ConfigError(
+            f"--machine: {gpu.name!r} and {part.name!r} do not go together: the chip "
+            + (f"shares the memory of {own.name!r}" if shared else "has a memory of its own"),
+            hint=f"leave out {part.name}",
+            param="--machine",
+        )
+
+
+def _as_named(word: str) -> str:
+    """A part as the catalogue writes it; a size as it was given."""
+    return word if word.lower().startswith("ram=") else word.lower()
+
+
+def _gpu(part: Part, ram: int | None) -> GpuProfile:
+    """The chip. Where it shares the host's memory, ``ram`` is the size of that one memory."""
+    shared = bool(part.raw.get("unified", False))
     return GpuProfile(
         part.title,
-        part.memory_nbytes,
+        ram if ram is not None and shared else part.memory_nbytes,
         str(part.raw["architecture"]),
         int(part.raw["sms"]),
-        bool(part.raw.get("unified", False)),
+        shared,
     )
 
 

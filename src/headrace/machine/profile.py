@@ -29,6 +29,12 @@ Text = Annotated[str, Meta(min_length=1)]
 # "_overlapped", so that the two can stand side by side.
 RATE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 OVERLAPPED = "_overlapped"
+# The unit that rates have by the start of their names; names of other starts may have any.
+UNITS: Mapping[str, str] = {
+    **dict.fromkeys(("dram_", "hbm_", "pcie_", "disk_", "cpu_experts_"), "GB/s"),
+    **dict.fromkeys(("gpu_flops_", "cpu_flops_"), "GFLOP/s"),
+    **dict.fromkeys(("kernel_launch", "graph_", "flag_", "thread_wake"), "s"),
+}
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,10 @@ class MachineProfile:
         try:
             return MachineProfile.from_json(path.read_bytes(), str(path))
         except OSError as error:
-            raise ConfigError(f"cannot read the machine profile {path}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot read the machine profile {path}: {error.strerror}",
+                hint="`headrace bench machine --output FILE` writes one",
+            ) from None
 
     def save(self, path: Path) -> None:
         """Write the profile to a file, replacing one that is there; readers see the old or the new."""
@@ -151,6 +160,13 @@ def _check(profile: MachineProfile, source: str) -> None:
                 f"{source}: rates has the name {name!r}; names are of a-z, 0-9 and _",
                 param="rates",
             )
+        for start, unit in UNITS.items():
+            if name.startswith(start) and rate.unit != unit:
+                raise ConfigError(
+                    f"{source}: rates[{name!r}].unit is {rate.unit!r}; it must be {unit!r}",
+                    hint="GB/s is 10^9 bytes a second, s is seconds a call",
+                    param=f"rates[{name!r}].unit",
+                )
         if name.endswith(OVERLAPPED) != (rate.mode == "overlapped"):
             raise ConfigError(
                 f"{source}: rates[{name!r}].mode is {rate.mode!r}; names of overlapped rates, and "
@@ -158,4 +174,8 @@ def _check(profile: MachineProfile, source: str) -> None:
                 param=f"rates[{name!r}].mode",
             )
     if profile.link is not None and profile.gpu is None:
-        raise ConfigError(f"{source}: link is given and gpu is not", param="link")
+        raise ConfigError(
+            f"{source}: link is given and gpu is not",
+            hint="a link joins a GPU and its host: leave it out, or add the GPU",
+            param="link",
+        )

@@ -23,7 +23,7 @@ def explain_router(services: Services) -> APIRouter:
 
     @router.get("/v1/explain")
     async def explain(request: Request) -> dict[str, Any]:
-        require_ready(services.client)
+        info = require_ready(services.client)
         query = request.query_params
         unknown = [name for name in query if name not in PARAMETERS]
         if unknown:
@@ -32,11 +32,19 @@ def explain_router(services: Services) -> APIRouter:
                 hint=f"it takes {' and '.join(PARAMETERS)}",
                 param=unknown[0],
             )
+        twice = [name for name in query if len(query.getlist(name)) > 1]
+        if twice:
+            raise RequestError(
+                f"{twice[0]} is given {len(query.getlist(twice[0]))} times",
+                hint="give it once",
+                param=twice[0],
+            )
         phase = _phase(query.get("step", "decode"))
         command = Explain(uuid.uuid4().hex, phase, _steps(query.get("steps")), TIMEOUT_S)
         answer = await services.client.explain(command)
         if answer.report is not None:
-            return dict(answer.report)
+            # Under the name that clients know, not the path that the engine was started with.
+            return {**answer.report, "model": services.model_ids(info)[0]}
         if answer.message:
             raise InternalError(answer.message, hint=answer.hint)
         raise RequestError(

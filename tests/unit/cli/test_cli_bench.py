@@ -100,7 +100,7 @@ def test_png(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_png_without_matplotlib_is_refused_before_the_measurement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headrace.machine.probe.importable", lambda name: False)
+    monkeypatch.setattr("headrace.explain.report_png.find_spec", lambda name: None)
     assert run(monkeypatch, tmp_path, "--png", "x.png") == 2
     err = capsys.readouterr().err
     assert "--png needs matplotlib" in err

@@ -50,9 +50,28 @@ def test_several_sequences(capsys: pytest.CaptureFixture[str]):
     assert json.loads(capsys.readouterr().out)["sequences"] == 3
 
 
+def test_as_many_sequences_as_asked_for_run_at_once(capsys: pytest.CaptureFixture[str]):
+    argv = [*RUN[:4], "--prompt-tokens", "8", "--steps", "4", "--no-probe", "--json"]
+    assert main([*argv, "--sequences", "24"]) == 0  # more than the engine's own choice of 16
+    said = capsys.readouterr()
+    assert json.loads(said.out)["sequences"] == 24
+    assert "only" not in said.err
+
+
+def test_sequences_that_have_to_wait_are_told(capsys: pytest.CaptureFixture[str]):
+    argv = [*RUN[:4], "--prompt-tokens", "100", "--steps", "4", "--no-probe", "--json"]
+    assert main([*argv, "--sequences", "30"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)["sequences"]
+    assert found < 30
+    assert f"only {found} of the 30 sequences" in said.err
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
-    assert main([*RUN[:4], "--prompt-tokens", "200", "--no-probe"]) == 2
-    assert "do not fit the context of 128" in capsys.readouterr().err
+    assert main([*RUN[:4], "--prompt-tokens", "200"]) == 2
+    said = capsys.readouterr().err
+    assert "do not fit the context of 128" in said
+    assert "measuring" not in said
 
 
 def test_png_without_matplotlib_says_so(

@@ -81,3 +81,61 @@ def test_a_bundled_model_on_a_catalogued_machine(capsys: pytest.CaptureFixture[s
     # 36 layers of 4 experts of 24,883,200 weights in MXFP4; three quarters missing, half of them fetched
     assert data["at"]["nbytes"]["pcie"] == pytest.approx(36 * 4 * 24883200 * 17 / 32 * 0.375)
     assert data["at"]["bound"] == "pcie"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "lm-head", "--set", "V=nan"], "at least 0"),
+        (["show", "lm-head", "--set", "V=inf"], "at least 0"),
+        (["show", "lm-head", "--set", "V=-5"], "at least 0"),
+        (["list", "--set", "L=-5"], "at least 0"),
+        (["show", "lm-head", "--set", "V=5", "--set", "V=6"], "twice"),
+        (["show", "lm-head", "--set", "v=5"], "'v' is no symbol"),
+        (["show", "rmsnorm", "--set", "topk=4"], "no formula of rmsnorm uses 'topk'"),
+        (["show", "rmsnorm", "--set", "T=4"], "follows from others"),
+        (["show", "rmsnorm", "--set", "mac=4"], "no formula"),
+        (["show", "decode-attention", "--set", "n_kv=0"], "divides by zero"),
+        (["list", "--set", "n_kv=0"], "divides by zero"),
+        (["show", "attention"], "more have 'attention' in their id"),
+    ],
+)
+def test_numbers_that_cannot_be_put_in_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["flops", *argv]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "hint:" in said.err
+    assert said.out == ""
+
+
+def test_huge_numbers_are_no_fault(capsys: pytest.CaptureFixture[str]):
+    for name in ("B", "L", "q"):
+        code = main(["flops", "list", "--json", "--set", f"{name}=1e300"])
+        said = capsys.readouterr()
+        assert code in (0, 2), said.err
+        if code == 0:
+            json.loads(said.out, parse_constant=pytest.fail)
+
+
+def test_ids_are_printed_whole(capsys: pytest.CaptureFixture[str]):
+    ids = [row["id"] for row in json.loads(output(capsys, "list", "--json"))]
+    lines = output(capsys, "list").splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ids
+
+
+@pytest.mark.parametrize("name", ["decode-attention", "moe-experts"])
+def test_a_machine_without_a_gpu_says_which_rate_it_lacks(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    text = output(capsys, "show", name, "--machine", "ddr5-5600-dual")
+    assert "not priced on ddr5-5600-dual: the machine has no rate" in text
+    data = json.loads(output(capsys, "show", name, "--machine", "ddr5-5600-dual", "--json"))
+    assert "no rate" in data["at"]["not_priced"]
+
+
+def test_what_moves_no_bytes_is_said_in_words(capsys: pytest.CaptureFixture[str]):
+    text = output(capsys, "show", "flashattention-4-blackwell-tmem")
+    assert "no bytes are moved" in text
+    assert "inf" not in text.split()

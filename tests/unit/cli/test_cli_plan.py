@@ -14,13 +14,15 @@ import pytest
 
 from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.checkpoint.kinds import kind_of
+from headrace.cli import plan_here
 from headrace.cli.main import main
-from headrace.cli.plan_here import complete, describe
+from headrace.cli.plan_here import complete, describe, part_of
 from headrace.core.config_library import bundled_model
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.known import known_machine
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
 from headrace.machine.profile import Rate
+from headrace.machine.profile_store import machine_key
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "plan"
 CASES = {
@@ -158,6 +160,41 @@ def test_this_machine_takes_the_chips_rates_and_says_so(capsys):
     assert "Unheard-of GPU 1 is not in the catalogue" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx-4060-laptop"),
+        ("NVIDIA GeForce RTX 4060", None),
+        ("NVIDIA GeForce RTX 5070 Ti", "rtx-5070-ti"),
+        ("NVIDIA GeForce RTX 5070", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", "h200"),
+    ],
+)
+def test_a_driver_s_name_is_the_right_chip_or_none(driver, name):
+    found = part_of(driver)
+    assert (found.name if found else None) == name
+
+
+def test_a_damaged_profile_is_not_passed_over_in_silence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HEADRACE_PROFILES", str(tmp_path))
+    probed = machine_with("NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(plan_here, "probe_machine", lambda **_: probed)
+    monkeypatch.setattr(plan_here, "dram_read_gbps", lambda _: 60.0)
+    key = machine_key(probed.cpu, probed.gpus[0].name)
+    (tmp_path / key.file_name).write_text("{", "utf-8")
+    assert plan_here.this_machine().rates["dram_read"].value == 60
+    assert "stored profile is not used" in capsys.readouterr().err
+
+
 def test_a_stored_profile_keeps_its_rates_and_gets_what_it_lacks():
     known = known_machine("rtx-5070-ti")
     own = {
@@ -168,3 +205,93 @@ def test_a_stored_profile_keeps_its_rates_and_gets_what_it_lacks():
     assert found.rates["dram_read"].source == "measured: a plain read"
     assert found.rates["pcie_h2d"].value == known.rates["pcie_h2d"].value
     assert found.rates["disk_read"].source.startswith("estimate")
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["gpt-oss-20b", "--machine", "list"], "MODEL"),
+        (["--machine", "list", "--context", "5"], "--context"),
+        (["--models", "--machine", "list"], "--machine"),
+        (["--models", "--kv-format", "fp8"], "--kv-format"),
+        (["gpt-oss-20b", "--models"], "MODEL"),
+        (["gpt-oss-20b", "--compare", "h200,b200", "--machine", "a100"], "--machine"),
+        (["gpt-oss-20b", "--compare", "h200,b200", "--picture", "a.svg"], "--picture"),
+    ],
+)
+def test_what_would_be_left_unread_is_refused(words, flag, capsys):
+    assert main(["plan", *words]) == 2
+    said = capsys.readouterr()
+    assert f"{flag} says nothing beside" in said.err
+    assert "hint:" in said.err
+    assert said.out == ""
+
+
+def test_rates_in_lists_have_no_exponents(capsys):
+    text = said(capsys, "--machine", "list")
+    assert "e+" not in text
+    assert "22 TB/s" in text
+    assert "21 PB/s" in text
+
+
+def test_more_sequences_than_fit_name_how_many_do(capsys):
+    words = ("gpt-oss-20b", "--machine", "h200", "--concurrency")
+    text = said(capsys, *words, "1000000000")
+    assert "1,000,000,000 sequences" in text
+    (most,) = [line.split()[-1] for line in text.splitlines() if "fits with --concurrency" in line]
+    assert "does not fit" not in said(capsys, *words, most)
+    assert "does not fit" in said(capsys, *words, str(int(most) + 1))
+
+
+def test_words_of_the_head(capsys):
+    text = said(capsys, "gpt-oss-20b", "--machine", "h200", "--context", "1")
+    assert "3.61 billion of them a token" in text
+    assert "for         1 token," in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_experts_per_tok": 33}, "33 and there are 32"),
+        ({"num_hidden_layers": "24"}, "'24'"),
+    ],
+)
+def test_impossible_configurations_are_refused(change, message, tmp_path, capsys):
+    config = {**bundled_model("gpt-oss-20b").config, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    assert main(["plan", str(tmp_path), "--machine", "h200"]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "hint:" in said.err
+
+
+@pytest.mark.parametrize("text", [None, "[1]", "{"])
+def test_what_is_no_configuration_has_a_hint(text, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, "utf-8")
+    assert main(["plan", str(tmp_path), "--machine", "h200"]) == 2
+    assert "hint:" in capsys.readouterr().err
+
+
+def test_a_context_that_is_not_said_is_noted(tmp_path, capsys):
+    config = {**bundled_model("llama-3-8b").config}
+    del config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    assert "does not say how long" in said(capsys, str(tmp_path), "--machine", "h200")
+
+
+@pytest.mark.parametrize("digits", [1, 18, 20, 400, 5000])
+def test_numbers_of_any_length_are_taken_or_refused(digits, capsys):
+    text = "9" * digits
+    code = main(["plan", "gpt-oss-20b", "--machine", "h200", "--concurrency", text])
+    assert code == (0 if digits < 19 else 2)
+    if code:
+        assert "at most 9223372036854775807" in capsys.readouterr().err
+
+
+def test_long_lines_are_broken(capsys):
+    machine = "rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB"
+    assert max(map(len, said(capsys, "gpt-oss-20b", "--machine", machine).splitlines())) <= 108

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError, InternalError
 from headrace.explain.catalogue.evaluate import (
     outputs_of,
@@ -16,6 +17,7 @@ from headrace.explain.catalogue.evaluate import (
 from headrace.explain.catalogue.expression import symbols_of, unit_of
 from headrace.explain.catalogue.load import find_record, load_catalogue
 from headrace.explain.catalogue.record import RESOURCE_UNITS, Catalogue
+from headrace.explain.catalogue.shape import values_of_plan
 from headrace.explain.catalogue.units import parse_unit
 from headrace.explain.leaf import LEAVES
 from headrace.machine.profile import MachineProfile
@@ -151,3 +153,21 @@ def test_a_machine_without_a_link_prices_what_needs_none():
     assert price_of(catalogue().records["dense-ffn"], at).bound == "hbm"
     with pytest.raises(InternalError, match="has no value"):
         work_of(catalogue().records["cpu-expert-matvec"], {"mac": 2})
+
+
+def test_a_latent_cache_keeps_one_vector_and_recurrent_layers_none():
+    def values(name: str):
+        return setting(
+            catalogue().symbols, values=values_of_plan(bundled_model(name).spec())
+        ).values
+
+    # 512 + 64 elements in bfloat16 for each token and layer (DeepSeek-V3's technical report)
+    deepseek = values("deepseek-v3")
+    assert deepseek["kv_el"] == 2 * (512 + 64)
+    assert deepseek["kv_rd"] == 1024 * 61 * 2 * (512 + 64)
+    # a quarter of 40 layers attends: 2 heads of 256, keys and values; the others keep a state
+    qwen = values("qwen3.6-35b-a3b")
+    assert qwen["kv_rd"] == 1024 * 10 * 2 * 2 * 256 * 2
+    assert qwen["n_ssm"] == 30
+    assert qwen["n_layers"] == 40
+    assert values("llama-3-8b")["kv_rd"] == 1024 * 131072

@@ -8,7 +8,7 @@ from headrace.core.errors import ConfigError
 from headrace.machine.known import known_machine, memory_nbytes, parts
 from headrace.machine.profile import MachineProfile
 
-# The issue's list, each under a plain name.
+# What people ask about, each under a plain name.
 WANTED = """rtx-3090 rtx-4060-laptop rtx-4090 rtx-5070-ti rtx-5090 rtx-pro-6000 a100 h100 h200 b200 gb300
 mi300x mi355x tpu-v5e tpu-v6e trainium2 gaudi-3 groq-lpu wse-3 rubin-r200 rubin-cpx apple-m4-max
 ddr5-6000-dual ddr5-6400-8ch ddr5-4800-12ch pcie4x16""".split()
@@ -67,3 +67,27 @@ def test_mistakes_are_named(name, message):
 def test_sizes():
     assert memory_nbytes("1.5GiB") == 1610612736
     assert memory_nbytes("230MB") == 230_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rtx-4090+ram=0GiB", "no memory"),
+        ("rtx-4090+ram=64GiB+ram=32GiB", "twice"),
+        ("apple-m4-max+ddr5-6000-dual", "shares the memory of 'apple-m4-max-memory'"),
+        ("apple-m4-max+pcie4x16", "shares the memory"),
+        ("rtx-4090+unified", "a memory of its own"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        known_machine(name)
+    assert caught.value.hint
+
+
+def test_a_shared_memory_has_one_size():
+    machine = known_machine("apple-m4-max+ram=36GiB")
+    assert machine.name == "apple-m4-max+ram=36GiB"
+    assert machine.gpu is not None
+    assert machine.gpu.memory_nbytes == machine.host.memory_nbytes == 36 * 2**30
+    assert known_machine("apple-m4-max+apple-m4-max-memory+unified").gpu is not None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.machine.known import known_machine
 from headrace.machine.probe import GpuInfo, probe_machine
 from headrace.machine.profile import HostProfile, MachineProfile
 from headrace.machine.profile_store import (
@@ -73,3 +78,19 @@ def test_a_machine_takes_the_threads_of_its_profile(tmp_path: Path) -> None:
     assert with_profile(machine, tmp_path).measured_threads == 7
     gpu = replace(machine, gpus=(GpuInfo(0, "NVIDIA H200", 1, 1, "580"),))
     assert with_profile(gpu, tmp_path).measured_threads is None  # measured without it
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("value", float("inf"), "Infinity"),
+        ("value", float("nan"), "NaN"),
+        ("unit", "s", "it must be 'GB/s'"),
+    ],
+)
+def test_rates_that_mean_nothing_are_refused(field: str, value: object, message: str) -> None:
+    data = json.loads(known_machine("rtx-4090").to_json())
+    data["rates"]["hbm_read"][field] = value
+    with pytest.raises(ConfigError, match=message) as caught:
+        MachineProfile.from_json(json.dumps(data))
+    assert caught.value.hint

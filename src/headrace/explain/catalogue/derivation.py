@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ast
+import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.core.errors import InternalError, MachineError
-from headrace.explain.catalogue.evaluate import Setting, outputs_of, price_of, work_of
+from headrace.explain.catalogue.evaluate import (
+    Setting,
+    outputs_of,
+    price_of,
+    why_unpriced,
+    work_of,
+)
 from headrace.explain.catalogue.expression import evaluate, parse, symbols_of
 from headrace.explain.catalogue.record import Catalogue, Record, Symbols
 from headrace.explain.resources import TITLES, WORK_UNITS
 from headrace.explain.units_text import amount, figures, seconds
 
 WIDTH = 96
+# What a record's correction speaks of as "the page".
+CORRECTS = "Corrects the page of FLOP classes that this catalogue began with"
 
 
 def substituted(formula: str, values: Mapping[str, float]) -> str:
@@ -56,7 +65,7 @@ def work_lines(record: Record, at: Setting) -> list[str]:
     try:
         priced = price_of(record, at)
     except (MachineError, InternalError) as error:
-        return [f"not priced on {at.machine.name}: {error.message}"]
+        return [f"not priced on {at.machine.name}: {why_unpriced(record, at, error)}"]
     for name, formula in record.work.items():
         resource = "launch" if name == "launches" else name
         value = float(evaluate(formula, at.values))
@@ -68,11 +77,22 @@ def work_lines(record: Record, at: Setting) -> list[str]:
         lines.append(f"{'':<9}= {substituted(formula, at.values)}")
         lines.append(f"{'':<9}= {size}, {seconds(time)}{mark}")
     if priced.bound:
+        ratio = f"{figures(priced.intensity)} FLOPs a byte"
+        if math.isinf(priced.intensity):
+            ratio = "no bytes are moved"
         lines.append(
-            f"floor    {seconds(priced.floor_s)}, bound by {TITLES[priced.bound]}; "
-            f"{figures(priced.intensity)} FLOPs a byte"
+            f"floor    {seconds(priced.floor_s)}, bound by {TITLES[priced.bound]}; {ratio}"
         )
     return lines
+
+
+def output_lines(record: Record, at: Setting) -> list[str]:
+    """Each further quantity: its formula and its value."""
+    return [
+        f"{name} = {record.outputs[name]} = "
+        + ("not known: this machine lacks a rate" if value is None else figures(value))
+        for name, value in outputs_of(record, at).items()
+    ]
 
 
 def derivation(record: Record, catalogue: Catalogue, at: Setting) -> list[str]:
@@ -82,16 +102,13 @@ def derivation(record: Record, catalogue: Catalogue, at: Setting) -> list[str]:
     if record.ignores:
         lines += textwrap.wrap(f"Leaves out: {record.ignores}.", WIDTH)
     if record.correction:
-        lines += ["", *textwrap.wrap(f"Where the page is wrong: {record.correction}", WIDTH)]
+        lines += ["", *textwrap.wrap(f"{CORRECTS}: {record.correction}", WIDTH)]
     if record.work:
         lines += ["", f"WORK  {at.about}; on {machine_title(at)}"]
         lines += [f"  {line}" for line in work_lines(record, at)]
     if record.outputs:
         lines += ["", "WHAT FOLLOWS"]
-        lines += [
-            f"  {name} = {record.outputs[name]} = {figures(value)}"
-            for name, value in outputs_of(record, at).items()
-        ]
+        lines += [f"  {line}" for line in output_lines(record, at)]
     if record.rule:
         lines += ["", f"RULE  {record.rule.output}", f"  {record.rule.expr}"]
         for inputs, output in record.rule.cases:
@@ -178,7 +195,7 @@ def _numbers(record: Record, at: Setting) -> dict[str, Any]:
     try:
         work, priced = work_of(record, at.values), price_of(record, at)
     except (MachineError, InternalError) as error:
-        return {**numbers, "not_priced": error.message}
+        return {**numbers, "not_priced": why_unpriced(record, at, error)}
     return {
         **numbers,
         "flops": work.flops,

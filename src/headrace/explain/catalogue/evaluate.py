@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.core.errors import ConfigError, MachineError
+from headrace.core.errors import ConfigError, HeadraceError, MachineError
 from headrace.explain.catalogue.expression import evaluate, symbols_of
 from headrace.explain.catalogue.load import DEFAULT_PROFILE
 from headrace.explain.catalogue.record import Catalogue, Check, Record, Rule, Symbols
@@ -17,11 +18,15 @@ from headrace.machine.profile import MachineProfile
 
 @dataclass(frozen=True)
 class Setting:
-    """Values of all symbols with the machine that the rates among them are from."""
+    """Values of all symbols with the machine that the rates among them are from.
+
+    ``missing``: symbols without a value, with the rate that the machine lacks for them.
+    """
 
     values: Mapping[str, float]
     machine: MachineProfile
     about: str
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def setting(
@@ -45,28 +50,53 @@ def setting(
     machine = machine or symbols.machines[chosen.machine]
     given = {**chosen.values, **(values or {})}
     result: dict[str, float] = {}
+    missing: dict[str, str] = {}
     for name in given:
-        known = symbols.by_name.get(name)
-        if known is None or known.formula is not None or known.group == "unit":
-            raise ConfigError(f"{name!r} is no symbol that can be set")
+        _check_settable(name, symbols)
     for name, symbol in symbols.by_name.items():
         if symbol.formula is not None:
-            if all(needed in result for needed in symbols_of(symbol.formula)):
+            lacking = [
+                missing[needed] for needed in symbols_of(symbol.formula) if needed in missing
+            ]
+            if lacking:
+                missing[name] = lacking[0]
+            else:
                 result[name] = float(evaluate(symbol.formula, result))
         elif name in given:
             result[name] = float(given[name])
         elif symbol.rate is not None:
-            _put_rate(result, name, symbol.rate, machine)
+            try:
+                result[name] = rate_of(machine, symbol.rate)
+            except MachineError:
+                missing[name] = symbol.rate
         else:
             result[name] = symbol.default or 0.0
-    return Setting(result, machine, chosen.about)
+    return Setting(result, machine, chosen.about, missing)
 
 
-def _put_rate(values: dict[str, float], name: str, rate: str, machine: MachineProfile) -> None:
-    try:
-        values[name] = rate_of(machine, rate)
-    except MachineError:
+def _check_settable(name: str, symbols: Symbols) -> None:
+    known = symbols.by_name.get(name)
+    if known is not None and known.settable:
         return
+    if known is not None and known.formula is not None:
+        why = f"{name!r} is no symbol that can be set: it follows from others"
+        hint = f"it is {known.formula}"
+    else:
+        why = f"{name!r} is no symbol that can be set"
+        free = [n for n, symbol in symbols.by_name.items() if symbol.settable]
+        near = difflib.get_close_matches(name, free, n=3)
+        hint = (f"did you mean {' or '.join(near)}? " if near else "") + (
+            "`headrace flops show ID` lists the symbols of a class"
+        )
+    raise ConfigError(why, hint=hint, param="--set")
+
+
+def why_unpriced(record: Record, at: Setting, error: HeadraceError) -> str:
+    """Why a record has no price there: the rates that the machine lacks, or what the error says."""
+    rates = {at.missing[n] for f in record.work.values() for n in symbols_of(f) if n in at.missing}
+    if not rates:
+        return error.message
+    return f"the machine has no rate {' and no rate '.join(sorted(rates))}"
 
 
 def work_of(record: Record, values: Mapping[str, float]) -> Work:
@@ -92,9 +122,14 @@ def price_of(record: Record, at: Setting) -> Priced:
     return price(work_of(record, at.values), at.machine)
 
 
-def outputs_of(record: Record, at: Setting) -> dict[str, float]:
-    """The record's further quantities."""
-    return {name: float(evaluate(formula, at.values)) for name, formula in record.outputs.items()}
+def outputs_of(record: Record, at: Setting) -> dict[str, float | None]:
+    """The record's further quantities; None for one that takes a rate which the machine lacks."""
+    return {
+        name: None
+        if any(symbol in at.missing for symbol in symbols_of(formula))
+        else float(evaluate(formula, at.values))
+        for name, formula in record.outputs.items()
+    }
 
 
 @dataclass(frozen=True)

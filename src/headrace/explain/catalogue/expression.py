@@ -79,12 +79,14 @@ def evaluate(text: str, values: Mapping[str, Any]) -> Any:
     """The value of a formula.
 
     Raises:
-        InternalError: a symbol has no value, or it divides by zero.
+        InternalError: a symbol has no value, it divides by zero, or a number is too large.
     """
     try:
         return _value(parse(text), values)
     except ZeroDivisionError:
         raise InternalError(f"formula {text!r} divides by zero") from None
+    except (OverflowError, ValueError) as error:
+        raise InternalError(f"formula {text!r}: {error}") from None
     except KeyError as error:
         raise InternalError(f"formula {text!r}: {error} has no value") from None
 

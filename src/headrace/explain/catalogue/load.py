@@ -87,7 +87,10 @@ def find_record(catalogue: Catalogue, name: str) -> Record:
     near = [known for known in catalogue.records if name in known]
     if len(near) == 1:
         return catalogue.records[near[0]]
-    hint = f"did you mean {', '.join(near[:6])}?" if near else "`headrace flops list` shows all"
+    hint = "`headrace flops list` shows all"
+    if near:
+        more = f"; {len(near) - 6} more have {name!r} in their id" if len(near) > 6 else ""
+        hint = f"did you mean {', '.join(near[:6])}?{more}"
     raise ConfigError(f"no FLOP class has the id {name!r}", hint=hint)
 
 

@@ -113,6 +113,11 @@ class Symbol:
     formula: str | None = None
     rate: str | None = None
 
+    @property
+    def settable(self) -> bool:
+        """Whether a user may give it another value."""
+        return self.formula is None and self.group != "unit"
+
 
 @dataclass(frozen=True)
 class Profile:

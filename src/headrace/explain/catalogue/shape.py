@@ -38,15 +38,27 @@ def values_of_plan(spec: PlanSpec) -> dict[str, float]:
 
     Widths that the description has only as products come out as such: what one dense feed-forward or
     expert has of weights is right. Latent and other attentions that symbols cannot say take the
-    sizes of what they multiply and keep.
+    sizes of what they multiply and keep: keys and values that are one vector are counted as keys. Layers
+    without a cache are the recurrent ones, and their state is an inner width times a state.
     """
-    first = spec.attention[0]
+    first = next((kind for kind in spec.attention if kind.cached), spec.attention[0])
     windows = [kind for kind in spec.attention if kind.window is not None]
-    layers = sum(kind.layers for kind in spec.attention)
-    return {
+    recurrent = [kind for kind in spec.attention if kind.state]
+    layers = sum(kind.layers for kind in spec.attention if not kind.state)
+    found: dict[str, float] = {}
+    if first.cached != 2 * first.kv_heads * first.value_dim:
+        # bfloat16, as the symbols' own example
+        found |= {"k_b": 2 * first.cached / (first.kv_heads * first.value_dim), "v_b": 0}
+    if recurrent:
+        found |= {
+            "d_inner": recurrent[0].heads * recurrent[0].value_dim,
+            "d_state": recurrent[0].score_dim,
+        }
+    return found | {
         "d": spec.hidden,
         "n_attn": layers - sum(kind.layers for kind in windows),
         "n_swa": sum(kind.layers for kind in windows),
+        "n_ssm": sum(kind.layers for kind in recurrent),
         "win": max((kind.window or 0 for kind in windows), default=4096),
         "n_q": first.heads,
         "n_kv": first.kv_heads,

@@ -12,10 +12,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from headrace.core.errors import InternalError, MachineError
-from headrace.explain.catalogue.derivation import machine_title, used_symbols, work_lines
+from headrace.explain.catalogue.derivation import (
+    CORRECTS,
+    machine_title,
+    output_lines,
+    used_symbols,
+    work_lines,
+)
 from headrace.explain.catalogue.evaluate import (
     Setting,
-    outputs_of,
     price_of,
     run_checks,
     setting,
@@ -64,6 +69,17 @@ box.addEventListener('input',show);picks.forEach(p=>p.addEventListener('change',
 """
 
 
+GENERATOR = '<meta name="generator" content="headrace flops site">'
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether the pages may go there: there is no index, or one that was written here."""
+    index = folder / "index.html"
+    return not index.exists() or (
+        index.is_file() and GENERATOR in index.read_text(encoding="utf-8", errors="replace")
+    )
+
+
 def write_site(catalogue: Catalogue, folder: Path) -> int:
     """Write every page below ``folder`` and return their number. Files of the same names are replaced."""
     pages = {
@@ -83,6 +99,7 @@ def page(title: str, body: str, up: str = "", script: str = "") -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"{GENERATOR}"
         f'<style>{STYLE}</style></head><body><nav><a href="{up}index.html">FLOP classes</a> &middot; '
         f'<a href="{up}machines.html">Machines</a></nav><h1>{html.escape(title)}</h1>{body}{end}'
         "</body></html>\n"
@@ -152,7 +169,7 @@ def class_page(record: Record, catalogue: Catalogue) -> str:
     if record.ignores:
         parts.append(f"<p>Leaves out: {html.escape(record.ignores)}.</p>")
     if record.correction:
-        parts.append(f'<p class="wrong">{html.escape(record.correction)}</p>')
+        parts.append(f'<p class="wrong">{CORRECTS}: {html.escape(record.correction)}</p>')
     if record.work:
         parts.append(
             f"<h2>Work</h2><p>{html.escape(at.about)}; on {html.escape(machine_title(at))}</p>"
@@ -160,12 +177,7 @@ def class_page(record: Record, catalogue: Catalogue) -> str:
         parts.append(_pre(work_lines(record, at)))
     if record.outputs:
         parts.append("<h2>What follows</h2>")
-        parts.append(
-            _pre(
-                f"{n} = {record.outputs[n]} = {figures(v)}"
-                for n, v in outputs_of(record, at).items()
-            )
-        )
+        parts.append(_pre(output_lines(record, at)))
     if record.rule:
         parts.append(f"<h2>Rule: {html.escape(record.rule.output)}</h2>")
         cases = (f"{_given(i)}: {o}" for i, o in record.rule.cases)
@@ -222,7 +234,7 @@ def machines_page(catalogue: Catalogue) -> str:
     parts: list[str] = []
     for machine in catalogue.symbols.machines.values():
         peak, memory = roofs(machine)
-        parts.append(f"<h2>{html.escape(machine.name)}</h2>")
+        parts.append(f"<h2>{html.escape(machine.name)}, of the classes' examples</h2>")
         for profile in PICTURED:
             at = setting(catalogue.symbols, profile, machine=machine)
             parts.append(

@@ -7,6 +7,9 @@ kernel merges them by their log-sum-exp, with the sink.
 The cut depends on the row's own number of keys only, not on the batch or on the room in the block
 table, so a row's bits do not depend on its neighbours, and a captured graph gives those of an eager
 step. Grids depend on shapes only.
+
+Operands are swapped, S^T = K Q^T and O^T = V^T P^T: the query heads that share a key head pad to 8
+columns instead of 16 rows.
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
@@ -19,89 +22,72 @@ import triton
 import triton.language as tl
 
 from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
+from headrace.ops.triton.tuning import decode_tuning
 
-LOG2_E = 1.4426950408889634
-
-# A part has at least 128 keys, two tiles: shorter ones would cost more in merging than they save in time.
-# It grows from where that many parts and key heads are 256 programs, two for each multiprocessor of a
-# large GPU, in one wave. This counts key heads only: parts must not depend on the batch.
+# A part has at least 128 keys: shorter ones would cost more in merging than they save in time. It grows
+# from where that many parts and key heads are 256 programs, two for each multiprocessor of a large GPU,
+# in one wave. This counts key heads only: parts must not depend on the batch.
 PART_TOKENS = 128
-_PART_PROGRAMS = 256
+PART_PROGRAMS = 256
 LEAST_PARTS, MOST_PARTS = 16, 128
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
-_TILE = 64  # keys that are multiplied at a time
 
 
-def num_parts(kv_heads: int) -> int:
-    """Parts that a row's keys are cut into at most, a power of two."""
+def num_parts(kv_heads: int, programs: int) -> int:
+    """Parts that a row's keys are cut into at most, a power of two: about ``programs`` programs a row."""
     parts = LEAST_PARTS
-    while parts < MOST_PARTS and parts * kv_heads < _PART_PROGRAMS:
+    while parts < MOST_PARTS and parts * kv_heads < programs:
         parts *= 2
     return parts
 
 
 @triton.jit
-def part_tokens(keys, MIN_PART: tl.constexpr, PARTS: tl.constexpr):
-    """Keys of a part: MIN_PART times a power of two, so that there are at most PARTS parts."""
-    size = keys * 0 + MIN_PART
-    while size * PARTS < keys:
-        size = size * 2
-    return size
-
-
-@triton.jit
-def first_key(context, window):
-    """The first position that a row at position context - 1 sees."""
-    return tl.maximum(context - window, 0)
-
-
-@triton.jit
 def part_kernel(
     q, keys, values, tables, context_lens, sums, mixed,
-    scale, window, heads, group, block_tokens, dim,
-    stride_table, stride_block, stride_head,
-    MIN_PART: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    scale, window, heads, group, stride_table, stride_block, stride_head,
+    MIN_PART: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
-    begin = first_key(context, window)
-    size = part_tokens(context - begin, MIN_PART, PARTS)
-    member, d = tl.arange(0, GROUP), tl.arange(0, DIM)
+    begin = tl.maximum(context - window, 0)  # the first position that the row sees
+    size = part_size(context - begin, MIN_PART, PARTS)
+    padded: tl.constexpr = WIDE != DIM
+    member, d, t = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, TILE)
     row = sequence.to(tl.int64) * heads + kv_head * group + member
-    real = (member < group)[:, None] & (d < dim)[None, :]
-    query = tl.load(q + row[:, None] * dim + d[None, :], mask=real, other=0.0)
-    query = (query * scale).to(keys.dtype.element_ty)
+    real = (member < group)[None, :] & (d < DIM)[:, None]
+    query = tl.load(q + row[None, :] * DIM + d[:, None], mask=real, other=0.0) * scale
+    query = query.to(keys.dtype.element_ty)
     table = tables + sequence.to(tl.int64) * stride_table
     head = kv_head.to(tl.int64) * stride_head
+    keys += head
+    values += head
+    inside = (d < DIM)[None, :] & (t >= 0)[:, None]
     for part in range(tl.program_id(2), tl.cdiv(context - begin, size), tl.num_programs(2)):
         start = begin + part * size
         end = tl.minimum(start + size, context)
-        top = tl.full((GROUP,), float("-inf"), tl.float32)
-        total = tl.zeros((GROUP,), tl.float32)
-        out = tl.zeros((GROUP, DIM), tl.float32)
+        top = tl.full((GROUP,), NOTHING, tl.float32)
+        total = tl.zeros((TILE, GROUP), tl.float32)  # of each row of the tile, added up in the end
+        out = tl.zeros((WIDE, GROUP), tl.float32)
         for tile in range(start, end, TILE):
-            position = tile + tl.arange(0, TILE)
-            seen = position < end
-            block = tl.load(table + position // block_tokens, mask=seen, other=0).to(tl.int64)
-            at = block * stride_block + head + (position % block_tokens) * dim
-            inside = seen[:, None] & (d < dim)[None, :]
-            key = tl.load(keys + at[:, None] + d[None, :], mask=inside, other=0.0)
-            value = tl.load(values + at[:, None] + d[None, :], mask=inside, other=0.0)
-            score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-            score = tl.where(seen[None, :], score, float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            weight = tl.exp2(score - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(weight, 1)
+            # Beyond the end the last key is read again, and its score is not counted.
+            position = tl.minimum(tile + t, end - 1)
+            block = tl.load(table + position // PAGE).to(tl.int64)
+            at = (block * stride_block + (position % PAGE) * DIM)[:, None] + d[None, :]
+            score = tl.dot(fetch(keys + at, inside, padded), query, input_precision=PRECISION)
+            score = tl.where((t < end - tile)[:, None], score, float("-inf"))
+            weight, top, shrink = absorb(score, top)
+            total = total * shrink[None, :] + weight
+            value = tl.trans(fetch(values + at, inside, padded))
             out = tl.dot(
-                weight.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION
+                value, weight.to(value.dtype), out * shrink[None, :], input_precision=PRECISION
             )
-            top = new_top
         place = row * PARTS + part
         tl.store(sums + 2 * place, top, mask=member < group)
-        tl.store(sums + 2 * place + 1, total, mask=member < group)
-        tl.store(mixed + place[:, None] * dim + d[None, :], out, mask=real)
+        tl.store(sums + 2 * place + 1, tl.sum(total, 0), mask=member < group)
+        tl.store(mixed + place[None, :] * DIM + d[:, None], out, mask=real)
 
 
 @triton.jit
@@ -112,27 +98,13 @@ def merge_kernel(
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
-    keys = context - first_key(context, window)
-    count = tl.cdiv(keys, part_tokens(keys, MIN_PART, PARTS))
-    row = sequence.to(tl.int64) * heads + head
-    part, d = tl.arange(0, PARTS), tl.arange(0, DIM)
-    here = part < count
-    top = tl.load(sums + 2 * (row * PARTS + part), mask=here, other=float("-inf"))
-    total = tl.load(sums + 2 * (row * PARTS + part) + 1, mask=here, other=0.0)
-    most = tl.max(top, 0)
+    keys = context - tl.maximum(context - window, 0)
+    count = tl.cdiv(keys, part_size(keys, MIN_PART, PARTS))
+    sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
-        most = tl.maximum(most, sink)
-    share = tl.exp2(top - most)
-    bottom = tl.sum(total * share, 0)
-    if HAS_SINKS:
-        bottom += tl.exp2(sink - most)
-    inside = here[:, None] & (d < dim)[None, :]
-    pieces = tl.load(
-        mixed + (row * PARTS + part)[:, None] * dim + d[None, :], mask=inside, other=0.0
-    )
-    value = tl.sum(pieces * share[:, None], 0) / bottom
-    tl.store(out + row * dim + d, value.to(out.dtype.element_ty), mask=d < dim)
+    row = sequence.to(tl.int64) * heads + head
+    merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 
 def attention_decode(
@@ -154,7 +126,7 @@ def attention_decode(
     keys = cache.keys
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    most = num_parts(kv_heads)
+    most = num_parts(kv_heads, PART_PROGRAMS)
     sums = torch.empty(rows, heads, most, 2, device=q.device)
     mixed = torch.empty(rows, heads, most, dim, device=q.device)
     room = window or batch.block_tables.shape[1] * cache.block_tokens
@@ -162,14 +134,16 @@ def attention_decode(
     programs = max(min(parts, _PROGRAMS // (rows * kv_heads)), 1)
     exact = keys.dtype == torch.float32
     seen = window or 2**31 - 1
+    tuned = decode_tuning(q.device, dim, sealed=False)
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
-        scale * LOG2_E, seen, heads, group, cache.block_tokens, dim,
+        scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
-        MIN_PART=PART_TOKENS, PARTS=most,
-        GROUP=max(triton.next_power_of_2(group), 16), DIM=triton.next_power_of_2(dim),
-        TILE=32 if exact else _TILE, PRECISION="ieee" if exact else "tf32",
-        num_warps=4, num_stages=2 if exact else 4,  # the table's entries take one of them
+        MIN_PART=PART_TOKENS, PARTS=most, PAGE=cache.block_tokens,
+        GROUP=max(triton.next_power_of_2(group), 8), DIM=dim, WIDE=triton.next_power_of_2(dim),
+        TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
+        num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
+        maxnreg=tuned.max_registers,
     )  # fmt: skip
     out = torch.empty_like(q, dtype=dtype)
     merge_kernel[(rows, heads)](

@@ -10,73 +10,82 @@ import triton
 import triton.language as tl
 
 from headrace.ops.records import AttentionBatch, LayerKV
-from headrace.ops.triton.attention_decode import LOG2_E
+from headrace.ops.triton.softmax import LOG2_E, absorb_rows, fetch, first_sums, tile_of
+from headrace.ops.triton.tuning import prefill_tuning
 
-_ROWS = 64  # query rows of a program: what a multiprocessor's wgmma takes at least
-_TILE = 64  # keys that are multiplied at a time
+
+@triton.jit
+def attend_keys(
+    query, keys, values, table, first, last, context, position, window, top, total, mixed, stride_block,
+    CHECKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, TAU: tl.constexpr, POLYNOMIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys from first (a multiple of TILE) to last; CHECKED: some rows do not see some keys."""
+    d, t = tl.arange(0, WIDE), tl.arange(0, TILE)
+    inside = (d < DIM)[None, :] & (t >= 0)[:, None]
+    for tile in range(first, last, TILE):
+        key_at = tile + t
+        # Beyond the end the last key is read again; nobody sees it there.
+        there = tl.minimum(key_at, context - 1) if CHECKED else key_at
+        block = tl.load(table + there // PAGE).to(tl.int64)
+        at = (block * stride_block + (there % PAGE) * DIM)[:, None] + d[None, :]
+        key = fetch(keys + at, inside, WIDE != DIM)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if CHECKED:
+            distance = position[:, None] - key_at[None, :]
+            score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))
+        value = fetch(values + at, inside, WIDE != DIM)
+        top, total, mixed = absorb_rows(
+            score, value, top, total, mixed, 1.0, TAU, POLYNOMIAL, PRECISION
+        )
+    return top, total, mixed
 
 
 @triton.jit
 def prefill_kernel(
     q, keys, values, tables, query_start, context_lens, sinks, out,
-    scale, window, num_sequences, heads, group, block_tokens, dim,
-    stride_table, stride_block, stride_head,
-    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    scale, window, num_sequences, group, stride_table, stride_block, stride_head,
+    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TAU: tl.constexpr,
+    POLYNOMIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Later rows have longer pasts: they start first, so that no long one is left for the end.
-    pid, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    # Which sequence's tile is it? Each starts with a tile of its own. (The three are values of their
-    # own: Triton 3.6 takes two names of one value for one variable of the loop.)
-    tiles, first_tile, sequence = pid * 0, pid * 0, pid * 0 - 1
-    for s in range(0, num_sequences):
-        count = tl.cdiv(tl.load(query_start + s + 1) - tl.load(query_start + s), ROWS)
-        if (pid >= tiles) & (pid < tiles + count):
-            sequence = s
-            first_tile = tiles
-        tiles += count
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    sequence, tile = tile_of(query_start, context_lens, num_sequences, tl.program_id(1), ROWS)
     if sequence < 0:
         return
-    begin, end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
-    context = tl.load(context_lens + sequence)
-    row = begin + (pid - first_tile) * ROWS + tl.arange(0, ROWS)
-    position = row - end + context  # the rows are the last of the sequence
-    d = tl.arange(0, DIM)
-    real = (row < end)[:, None] & (d < dim)[None, :]
-    at = (row.to(tl.int64) * heads + head)[:, None] * dim + d[None, :]
-    query = tl.load(q + at, mask=real, other=0.0)
-    query = (query * scale).to(keys.dtype.element_ty)
-    first = begin + (pid - first_tile) * ROWS - end + context
-    last = tl.minimum(first + ROWS, context)  # keys end where the tile's last row does
-    first = tl.maximum(first - window + 1, 0) // TILE * TILE
+    begin, context = tl.load(query_start + sequence), tl.load(context_lens + sequence)
+    start = context - (tl.load(query_start + sequence + 1) - begin)
+    position = tile * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDE)
+    valid = (position >= start) & (position < context)
+    real = valid[:, None] & (d < DIM)[None, :]
+    at = ((begin + position - start).to(tl.int64) * heads + head)[:, None] * DIM + d[None, :]
+    query = (tl.load(q + at, mask=real, other=0.0) * scale).to(keys.dtype.element_ty)
     table = tables + tl.cast(sequence, tl.int64) * stride_table
-    kv_head = (head // group).to(tl.int64) * stride_head
-    if HAS_SINKS:
-        top = tl.zeros((ROWS,), tl.float32) + tl.load(sinks + head) * LOG2
-        total = tl.full((ROWS,), 1.0, tl.float32)
-    else:
-        top = tl.full((ROWS,), -1.0e30, tl.float32)  # finite: a row may see nothing of a tile
-        total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, DIM), tl.float32)
-    for tile in range(first, last, TILE):
-        key_at = tile + tl.arange(0, TILE)
-        block = tl.load(table + key_at // block_tokens, mask=key_at < last, other=0).to(tl.int64)
-        source = block * stride_block + kv_head + (key_at % block_tokens) * dim
-        inside = (key_at < last)[:, None] & (d < dim)[None, :]
-        key = tl.load(keys + source[:, None] + d[None, :], mask=inside, other=0.0)
-        value = tl.load(values + source[:, None] + d[None, :], mask=inside, other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        distance = position[:, None] - key_at[None, :]
-        seen = (distance >= 0) & (distance < window)
-        score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weight, 1)
-        mixed = tl.dot(
-            weight.to(value.dtype), value, mixed * shrink[:, None], input_precision=PRECISION
-        )
-        top = new_top
+    keys += (head // group).to(tl.int64) * stride_head
+    values += (head // group).to(tl.int64) * stride_head
+    top, total = first_sums(sinks + head, ROWS, HAS_SINKS, LOG2)
+    mixed = tl.zeros((ROWS, WIDE), tl.float32)
+    # Keys that every row sees lie between the window of the last row and the first row.
+    last = tl.minimum((tile + 1) * ROWS, context)
+    first = tl.maximum(tile * ROWS - window + 1, 0) // TILE * TILE
+    seen_from = tl.maximum(tl.cdiv(tl.maximum(last - window, 0), TILE) * TILE, first)
+    seen_to = tl.maximum(tile * ROWS // TILE * TILE, seen_from)
+    top, total, mixed = attend_keys(
+        query, keys, values, table, first, tl.minimum(seen_from, last), context, position, window,
+        top, total, mixed, stride_block,
+        True, PAGE, DIM, WIDE, TILE, 0, 0, PRECISION,
+    )  # fmt: skip
+    top, total, mixed = attend_keys(
+        query, keys, values, table, seen_from, seen_to, context, position, window,
+        top, total, mixed, stride_block,
+        False, PAGE, DIM, WIDE, TILE, TAU, POLYNOMIAL, PRECISION,
+    )  # fmt: skip
+    top, total, mixed = attend_keys(
+        query, keys, values, table, seen_to, last, context, position, window,
+        top, total, mixed, stride_block,
+        True, PAGE, DIM, WIDE, TILE, 0, 0, PRECISION,
+    )  # fmt: skip
     tl.store(out + at, mixed / total[:, None], mask=real)
 
 
@@ -98,18 +107,21 @@ def attention_prefill(
     keys = cache.keys
     num_sequences = batch.context_lens.shape[0]
     exact = keys.dtype == torch.float32
+    tuned = prefill_tuning(q.device, dim, sealed=False)
+    size = min(tuned.rows, 64) if exact else tuned.rows
     out = torch.empty_like(q)
-    # Each sequence may have one tile that is not full; where they end is known on the GPU only.
-    grid = (triton.cdiv(rows, _ROWS) + num_sequences - 1, heads)
+    # Tiles are aligned to positions: a sequence may have one more at each end than its rows fill.
+    # Heads run first, so that the tiles with the longest pasts start before all others.
+    grid = (heads, rows // size + 2 * num_sequences)
     prefill_kernel[grid](
         q, keys, cache.values, batch.block_tables, batch.query_start, batch.context_lens,
         q if sinks is None else sinks, out,
-        scale * LOG2_E, window or 2**30, num_sequences, heads, heads // keys.shape[1],
-        cache.block_tokens, dim,
+        scale * LOG2_E, window or 2**30, num_sequences, heads // keys.shape[1],
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
-        HAS_SINKS=sinks is not None, LOG2=LOG2_E,
-        ROWS=_ROWS, DIM=triton.next_power_of_2(dim), TILE=32 if exact else _TILE,
-        PRECISION="ieee" if exact else "tf32", num_warps=4,
-        num_stages=1 if exact else 3,  # the table's entries take one of them
+        HAS_SINKS=sinks is not None, LOG2=LOG2_E, PAGE=cache.block_tokens, DIM=dim,
+        WIDE=triton.next_power_of_2(dim), ROWS=size, TILE=32 if exact else tuned.tile,
+        TAU=0 if exact else tuned.tau, POLYNOMIAL=0 if exact else tuned.polynomial,
+        PRECISION="ieee" if exact else "tf32", num_warps=tuned.num_warps,
+        num_stages=1 if exact else tuned.num_stages,  # the table's entries take one of them
     )  # fmt: skip
     return out

@@ -28,3 +28,12 @@ def available() -> str | None:
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unpack_instructions(capability: tuple[int, int] | None = None) -> int:
+    """``UNPACK`` of ``headrace.ops.triton.lowbit``; ``capability``: of the current device if None."""
+    if capability is None:
+        if interpreted():
+            return 0
+        capability = torch.cuda.get_device_capability()
+    return 1 if capability >= (8, 9) else 2

@@ -6,6 +6,9 @@ from headrace.ops.registry import Op
 from headrace.ops.triton import block, mixture, products, router, rows
 from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
+from headrace.ops.triton.sealed_append import sealed_append
+from headrace.ops.triton.sealed_decode import sealed_attention_decode
+from headrace.ops.triton.sealed_prefill import sealed_attention_prefill
 
 # float32 element by element; exp and rsqrt of the GPU err by a few units in the last place.
 _ELEMENT = 3e-6
@@ -25,6 +28,9 @@ OPS: tuple[Op, ...] = (
     Op("kv_append", "triton", rows.kv_append, 0.0),
     Op("attention_prefill", "triton", attention_prefill, _ATTENTION),
     Op("attention_decode", "triton", attention_decode, _ATTENTION),
+    Op("sealed_append", "triton", sealed_append, 0.0),
+    Op("sealed_attention_prefill", "triton", sealed_attention_prefill, _ATTENTION),
+    Op("sealed_attention_decode", "triton", sealed_attention_decode, _ATTENTION),
     Op("router_topk", "triton", router.router_topk, _ELEMENT),
     Op("moe", "triton", mixture.moe, 2 * _PRODUCT),
     Op("attention_block", "triton", block.attention_block, 3 * _PRODUCT),

@@ -1,0 +1,71 @@
+"""``headrace kernels``: the attention kernels, compiled for any architecture, stage by stage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from headrace.cli.flags import Commands, add_command
+
+# What headrace.ops.lowering has; written here so that the parser imports nothing heavy.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
+
+
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands, "kernels", "the GPU kernels, compiled stage by stage (no GPU needed)", run_list
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = add_command(actions, "list", "list the kernels", run_list)
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    show = add_command(actions, "show", "print one kernel at one stage", run_show)
+    show.add_argument("name", metavar="NAME", help="the kernel, as `headrace kernels list` has it")
+    show.add_argument(
+        "--arch", choices=ARCHITECTURES, default="sm_90", help="the architecture (default: sm_90)"
+    )
+    show.add_argument("--stage", choices=STAGES, default="ptx", help="what to print (default: ptx)")
+    show.add_argument(
+        "--summary",
+        action="store_true",
+        help="print registers, shared memory and the matrix instructions instead",
+    )
+    show.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    from headrace.ops.lowering import kernel_names
+
+    names = kernel_names()
+    print(json.dumps(names) if args.json else "\n".join(names))
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from headrace.ops.lowering import lower
+
+    made = lower(args.name, args.arch)
+    if not (args.summary or args.json):
+        print(made.texts[args.stage])
+        return 0
+    summary = {
+        "kernel": made.name,
+        "arch": made.arch,
+        "triton": made.triton,
+        "registers": made.registers,
+        "stack_nbytes": made.stack_nbytes,
+        "shared_nbytes": made.shared_nbytes,
+        "matrix_instructions": made.matrix_instructions,
+        "loops": [{"instructions": c.total, "by_name": c.by_name} for c in made.loops],
+    }
+    if args.json:
+        print(json.dumps(summary, indent=2))
+        return 0
+    for key in ("kernel", "arch", "triton", "registers", "stack_nbytes", "shared_nbytes"):
+        print(f"{key:14} {summary[key]}")
+    for name in made.matrix_instructions:
+        print(f"{'multiplies by':14} {name}")
+    for count in made.loops:
+        names = sorted(count.by_name.items(), key=lambda item: -item[1])[:12]
+        print(f"{'loop':14} {count.total} instructions: " + ", ".join(f"{n} {c}" for n, c in names))
+    return 0

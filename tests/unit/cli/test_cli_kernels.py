@@ -1,0 +1,71 @@
+"""``headrace kernels``: names, stages, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from headrace.cli import kernels
+from headrace.cli.main import main
+from headrace.ops import lowering
+from tests.fixtures.triton_interpreter import needs_triton
+
+
+def headrace(*args: str) -> subprocess.CompletedProcess[str]:
+    """In a process that compiles kernels: this one may interpret them."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.cli.main", "kernels", *args],
+        capture_output=True, text=True, check=False, env=env, timeout=120,
+    )  # fmt: skip
+
+
+def test_the_parser_knows_what_the_compiler_does():
+    assert kernels.ARCHITECTURES == lowering.ARCHITECTURES
+    assert kernels.STAGES == lowering.STAGES
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from headrace.cli.main import build_parser; build_parser().format_help();"
+    code += "assert not {'torch', 'triton', 'numpy'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["kernels", "show", "decode_bf16", "--stage", "wasm"]) == 2
+    assert "ttgir" in capsys.readouterr().err
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_are_listed_and_shown_at_each_stage():
+    listed = headrace("list", "--json")
+    assert listed.returncode == 0, listed.stderr
+    assert {"decode_nvfp4k_fp8v", "prefill_bf16", "seal_fp8"} <= set(json.loads(listed.stdout))
+    marks = {
+        "ttir": "tt.func public @sealed_merge_kernel",
+        "ttgir": "ttg.",
+        "llir": "define",
+        "ptx": ".target sm_100",
+        "sass": "EXIT",
+    }
+    for stage, mark in marks.items():
+        shown = headrace("show", "decode_merge", "--arch", "sm_100", "--stage", stage)
+        assert shown.returncode == 0, shown.stderr
+        assert mark in shown.stdout
+    unknown = headrace("show", "nothing")
+    assert unknown.returncode == 2
+    assert "decode_bf16" in unknown.stderr
+
+
+@needs_triton
+def test_an_interpreting_process_says_so(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = main(["kernels", "list"])
+    assert code == 3
+    assert "TRITON_INTERPRET" in capsys.readouterr().err
