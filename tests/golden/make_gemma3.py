@@ -57,7 +57,9 @@ def main() -> None:
         wanted = {"prompt": prompt, "n_predict": GREEDY, "temperature": 0.0, "n_probs": 2}
         found = model.ask("/completion", {**wanted, "cache_prompt": False})
         tokens = [p["id"] for p in found["completion_probabilities"]]
-        logprobs = [[t["logprob"] for t in p["top_logprobs"]] for p in found["completion_probabilities"]]
+        logprobs = [
+            [t["logprob"] for t in p["top_logprobs"]] for p in found["completion_probabilities"]
+        ]
         answers.append({"prompt": prompt, "tokens": tokens, "top_two": logprobs})
     DATA.write_text(json.dumps({"texts": texts, "ids": ids, "answers": answers}, ensure_ascii=True))
 
