@@ -23,11 +23,11 @@ from benchmarks.residency import model
 from benchmarks.residency.kernels import expert_float64
 from headrace.core.step import ScheduledChunk
 from headrace.engine.decode_graphs import DecodeGraphs
-from headrace.experts.building import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
+from headrace.experts.building import make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.random_store import random_store
 from headrace.experts.slab import SlabLayout
-from headrace.experts.split import PathRates
+from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
 from headrace.experts.store import HostStore
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice

@@ -186,6 +186,27 @@ def test_b028_kernels_and_service_give_the_float64_result(store: HostStore, name
 
 
 @needs_triton
+def test_both_tables_are_changed_alike_between_steps(store: HostStore) -> None:
+    executors = [_host_executor(store, "stream", 8), _gpu_executor(store, "stream", 8)]
+    for executor in executors:
+        before = executor.paths.view()
+        assert executor.paths.slots_used() == int((before.owner_of >= 0).sum()) == 6
+        left, taken = int(before.owner_of[2]), [30, 31]
+        executor.paths.replace([(2, left, taken[0]), (6, -1, taken[1])])
+        after = executor.paths.view()
+        assert after.slot_of[left] == -1
+        assert [after.slot_of[key] for key in taken] == [2, 6]
+        assert [after.owner_of[slot] for slot in (2, 6)] == taken
+        assert executor.paths.slots_used() == 7
+    host, gpu = (executor.paths.view() for executor in executors)
+    assert np.array_equal(host.slot_of, gpu.slot_of)
+    assert np.array_equal(host.owner_of, gpu.owner_of)
+    assert host.values.shape == gpu.values.shape == (LAYERS * EXPERTS,)
+    counts = executors[1].counts()
+    assert (counts.fetch_s, counts.stalls, counts.stall_s) == (0.0, 0, 0.0)
+
+
+@needs_triton
 @needs_native
 def test_a_dead_worker_fails_the_step_and_is_replaced(store: HostStore) -> None:
     executor = _gpu_executor(store, "cpu", 0)

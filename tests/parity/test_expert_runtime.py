@@ -10,17 +10,16 @@ import torch
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.config import EngineConfig
 from headrace.core.kv_formats import PoolShape
-from headrace.engine import expert_runtime
 from headrace.engine.expert_runtime import ExpertPlace, supported_formats
 from headrace.engine.memory_plan import MemoryPlan
 from headrace.engine.resolved import Resolved
 from headrace.engine.vram_plan import VramPlan
 from headrace.experts.slab_pack import layout_of
 from headrace.machine.device import HostDevice
-from headrace.machine.probe import probe_machine
 from headrace.models.loader import load_model
 from headrace.ops.registry import resolve
 from tests.fixtures.cpu_cases import needs_native
+from tests.fixtures.expert_engine import gbps
 from tests.fixtures.paging import Pages
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
 from tests.fixtures.toy import write_gpt_oss
@@ -32,11 +31,11 @@ pytestmark = [needs_triton, needs_native, only_interpreted]
 def resolved(mode: str, slots_nbytes: int) -> Resolved:
     seqs = 2 if mode == "cpu" else 1
     return Resolved(
-        context=64, kv_format="f32", kv_pool=PoolShape(8, 16), block_tokens=16,
-        max_batch_tokens=64, max_num_seqs=seqs, expert_ram_nbytes=1 << 30,
+        context=64, kv_format="f32", block_tokens=16, max_batch_tokens=64, max_num_seqs=seqs,
         num_blocks=8, threads=1, backend="triton", experts=mode,
         plan=MemoryPlan(0, 0, 0, 0, 1 << 30), choices=(), device="cuda", dense_format="f32",
-        slots=True, vram=VramPlan(0, 0, 0, 0, slots_nbytes, 1 << 30),
+        slots=True, vram=VramPlan(0, 0, 0, 0, slots_nbytes, 1 << 30), kv_pool=PoolShape(8, 16),
+        expert_ram_nbytes=1 << 30, pin_budget_nbytes=1 << 30,
     )  # fmt: skip
 
 
@@ -46,15 +45,11 @@ def test_the_cache_serves_some_formats():
 
 
 @pytest.mark.parametrize("mode", ["cpu", "hybrid"])
-def test_a_model_with_its_experts_elsewhere(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_model_with_its_experts_elsewhere(mode: str, tmp_path: Path):
     """A prompt of three tokens (in pieces of two) and a decoding step: the logits of all in memory.
 
     One token has to do for ``hybrid``, whose kernels take seconds in the interpreter.
     """
-    monkeypatch.setattr(expert_runtime, "pcie_h2d_gbps", lambda: 10.0)
-    monkeypatch.setattr(expert_runtime, "dram_read_gbps", lambda threads: 10.0)
     checkpoint = open_checkpoint(str(write_gpt_oss(tmp_path / "toy").path))
     layouts = []
 
@@ -66,7 +61,9 @@ def test_a_model_with_its_experts_elsewhere(
     with pytest.raises(KeyboardInterrupt):
         load_model(checkpoint, ops, HostDevice(), max_positions=64, executor_factory=layout)
     slots = 12 * layouts[0].num_slices * layouts[0].slice_nbytes
-    place = ExpertPlace(resolved(mode, slots), HostDevice(), probe_machine(), None)
+    place = ExpertPlace(
+        resolved(mode, slots), HostDevice(), gbps(pcie_gather=10.0, cpu_experts_mxfp4=10.0), None
+    )
     logits = []
     for factory in (None, place.factory):
         decoder = load_model(

@@ -81,6 +81,16 @@ SPECS = [
         ids="*i32",
     ),
     spec("mixture", "pair_down_kernel", {"HAS_BIAS": True, "ROWS": 16, "TILE": 256}, ids="*i32"),
+    spec(
+        "expert_gather", "expert_gather", {"SLICE_NBYTES": 3317760, "WORDS": 2048},
+        bases="*i64", arena="*u8", fetches="*i32", counts="*i32", totals="*i64", layer="i32",
+    ),
+    spec(
+        "expert_matvec",
+        "expert_await",
+        {"AT_ACK": 16, "AT_ABORT": 32, "STATE_SEQ": 2, "STATE_FAILED": 3, "SPINS": 5000000},
+        counts="*i32", state="*i32", block="*i32", totals="*i64",
+    ),
 ]  # fmt: skip
 
 

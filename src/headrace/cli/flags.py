@@ -124,6 +124,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="where the experts of a mixture are computed (default: auto)",
     )
+    add(
+        "--expert-slots",
+        type=whole_number("--expert-slots", 0),
+        metavar="N",
+        help="places for slices of experts in GPU memory (default: what fits; for benchmarks)",
+    )
     add("--block-tokens", type=int, choices=BLOCK_TOKENS, help="tokens in a block of the KV cache")
     add("--backend", choices=BACKENDS, help="force one set of kernels")
     add(
@@ -149,6 +155,7 @@ def engine_config(args: argparse.Namespace, **extra: Any) -> EngineConfig:
         vram_budget_nbytes=args.vram_budget,
         pin_budget_nbytes=args.pin_budget,
         expert_disk=args.expert_disk,
+        expert_slots=args.expert_slots,
         kv_format=args.kv_format,
         experts=args.experts,
         block_tokens=args.block_tokens,

@@ -23,6 +23,7 @@ class EngineConfig:
     expert_disk: str | None = None  # a folder for experts that host memory cannot hold
     kv_format: str | None = None  # one of KV_FORMATS
     experts: str = "auto"  # one of EXPERT_MODES
+    expert_slots: int | None = None  # places for slices of experts in GPU memory
     block_tokens: int | None = None  # tokens per KV block: 16, 32, 64 or 128
     max_batch_tokens: int | None = None  # tokens per step, prefill and decode together
     max_num_seqs: int | None = None  # sequences that run at once

@@ -81,6 +81,10 @@ class DeviceLostError(MachineError):
     """A device stopped answering."""
 
 
+class WorkerLostError(MachineError):
+    """Threads that compute a part of a step died or hang; they can be replaced."""
+
+
 class InternalError(HeadraceError):
     """A fault of Headrace's own."""
 

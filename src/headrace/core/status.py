@@ -40,8 +40,8 @@ class ExpertSnapshot:
     Slots are places of one slice of an expert in GPU memory. ``bytes_total`` is by path: ``resident``
     (slices found in slots), ``fetched`` (missing ones over PCIe on demand), ``computed`` (missing ones
     on the CPU), ``promoted`` (over PCIe in its idle time), ``streamed`` (prefill). ``split`` is how many
-    of 0, 1, 2, ... missing slices are fetched. A stall is a layer that waited for PCIe or the CPU after
-    everything else was done.
+    of 0, 1, 2, ... missing slices are fetched. A stall is a layer that waited for the CPU after
+    everything else was done. Look-ups and hits are those of decoding steps.
     """
 
     slots_total: int = 0
@@ -57,6 +57,7 @@ class ExpertSnapshot:
     rates_gbps: Mapping[str, float] = field(default_factory=dict[str, float])  # pcie, cpu: live
     stalls_total: int = 0
     stall_seconds_total: float = 0.0
+    restarts_total: int = 0  # of the CPU's threads, after one died or hung
 
     @property
     def hit_rate(self) -> float:

@@ -146,7 +146,11 @@ def require_expert_store(config: EngineConfig, where: str | None) -> None:
     Raises:
         ConfigError: names the flag.
     """
-    given = {"--pin-budget": config.pin_budget_nbytes, "--expert-disk": config.expert_disk}
+    given = {
+        "--pin-budget": config.pin_budget_nbytes,
+        "--expert-disk": config.expert_disk,
+        "--expert-slots": config.expert_slots,
+    }
     for flag, value in given.items():
         if value is not None and where is not None:
             raise ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.core.config import EngineConfig
-from headrace.core.errors import DeviceLostError, EngineDeadError
+from headrace.core.errors import DeviceLostError, EngineDeadError, WorkerLostError
 from headrace.core.request import (
     FinishReason,
     GenerationRequest,
@@ -24,6 +24,7 @@ from headrace.core.request import (
 )
 from headrace.core.status import EngineSnapshot
 from headrace.core.step import ClassStats, ScheduledChunk, StepOutput, StepPlan, StepStats
+from headrace.engine.expert_stats import expert_classes
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.engine.requests import LiveRequest, LiveSequence, failure
@@ -152,6 +153,9 @@ class Engine:
             self._profiler = StepProfiler(
                 self._decoder, self.info.kv_format, self.info.block_tokens
             )
+            if self._experts is not None:
+                left = self._experts.misses_of_twice_the_slots
+                self._profiler.model = replace(self._profiler.model, misses_of_twice_the_slots=left)
             self._profiler.start()
         return self._profiler
 
@@ -199,6 +203,7 @@ class Engine:
             preemptions_total=counters.preemptions,
             steps_total=counters.steps,
             step_seconds_total=self._step_seconds,
+            experts=None if self._experts is None else self._experts.snapshot(),
         )
 
     def close(self) -> None:
@@ -248,7 +253,9 @@ class Engine:
         """Coarse ranges, or classes while they are watched."""
         if self._profiler is None:
             return ranges.stats()
-        return self._profiler.take(plan, ranges.seconds)
+        seen = self._profiler.take(plan, ranges.seconds)
+        last = None if self._experts is None else self._experts.last
+        return seen if last is None else seen + expert_classes(last)
 
     def _end(self, live: LiveSequence, end: Finished, delta: OutputDelta) -> OutputDelta:
         request = live.live
@@ -264,12 +271,20 @@ class Engine:
         """Run the plan's chunks; where that fails, find out whose fault it is.
 
         The chunks are then computed one by one, which gives the same values. Those that fail alone,
-        too, fail their request and nobody else's.
+        too, fail their request and nobody else's. Lost threads are different: they fail every request
+        of the step, since finding out may take as long as the watchdog's patience for each of them,
+        and everybody else would wait.
         """
         try:
             return self._compute_chunks(plan.step, plan.chunks, ranges), []
         except DeviceLostError:
             raise
+        except WorkerLostError as error:
+            return StepOutput(plan.step), [
+                self._fail(chunk, error)
+                for chunk in plan.chunks
+                if chunk.seq_id in self._sequences  # a sibling has failed the request
+            ]
         except Exception:
             log.exception("step %d failed; computing its chunks one by one", plan.step)
         self._device.release_cached()

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
-from headrace.core.errors import MachineError
+from headrace.core.errors import InternalError, MachineError
 from headrace.core.model_spec import ModelSpec
 from headrace.engine.expert_host import load_host_store
+from headrace.engine.expert_rates import STEP_TOKENS, StartingRates, path_rates
 from headrace.engine.parts import ExpertRuntime
 from headrace.engine.resolved import Resolved
-from headrace.experts.building import CPU_LATENCY_S, FETCH_LATENCY_S, make_executor
+from headrace.experts.building import PathsFactory, make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
+from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.live import LiveExperts
 from headrace.experts.placement import Placement
-from headrace.experts.split import PathRates
-from headrace.experts.store import HostStore
+from headrace.experts.rates import RateTracker
 from headrace.layers.moe import MixtureExecutor
 from headrace.machine.device import Device
-from headrace.machine.probe import Machine
-from headrace.machine.profile import Rate
-from headrace.machine.profile_store import profile_of
-from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps
+from headrace.machine.pinned import Pinner
 from headrace.models.loader import ExecutorFactory
 from headrace.ops import registry
 from headrace.ops.records import Activation, ExpertWeights
 
-log = logging.getLogger(__name__)
-
 Progress = Callable[[str, float], None]
 
-# Tokens of the largest captured step.
-STEP_TOKENS = 16
 # Well within the 50 ms after which the CPU's threads sleep (ops.expert_records.ServiceOptions).
 _WAKE_S = 0.01
 
@@ -48,6 +42,10 @@ def supported_formats() -> frozenset[str]:
 class ExpertPlace:
     """Makes what computes experts, if they lie in slots.
 
+    Args:
+        known: the machine's rates, for the first split.
+        new_paths, pinner: what runs on the device and pins host memory; CUDA's by default.
+
     Attributes:
         factory: for ``models.loader.load_model``; None if experts are loaded with the rest.
         runtime: what the engine tells of its steps; set once the factory was called.
@@ -57,21 +55,26 @@ class ExpertPlace:
         self,
         resolved: Resolved,
         device: Device,
-        machine: Machine,
+        known: StartingRates,
         progress: Progress | None,
+        *,
+        new_paths: PathsFactory = GpuPaths,
+        pinner: Pinner | None = None,
     ) -> None:
         self.runtime: ExpertRuntime | None = None
-        self._executor: HybridExecutor | None = None
+        self.executor: HybridExecutor | None = None
         self.factory: ExecutorFactory | None = self._make if resolved.slots else None
         self._resolved = resolved
         self._device = device
-        self._machine = machine
+        self._known = known
         self._progress = progress
+        self._new_paths: PathsFactory = new_paths
+        self._pinner = pinner
 
     @contextmanager
     def awake(self) -> Generator[None, None, None]:
         """Keep the CPU's threads from sleeping, while kernels are compiled in the middle of a step."""
-        executor = self._executor
+        executor = self.executor
         if executor is None or executor.service is None:
             yield
             return
@@ -92,45 +95,35 @@ class ExpertPlace:
         executor.step_ended()
 
     def _make(self, spec: ModelSpec, experts: Sequence[ExpertWeights]) -> MixtureExecutor:
-        assert spec.moe is not None
-        assert self._resolved.vram is not None
-        store = load_host_store(self._resolved, experts, self._progress)
-        for note in store.notes:
-            log.warning("%s", note)
-        shape = ExecutorShape(
-            cast(Placement, self._resolved.experts),
-            min(self._resolved.max_num_seqs, STEP_TOKENS),
-            spec.moe.num_experts_per_token,
-            self._resolved.vram.experts_nbytes // store.layout.slice_nbytes,
-        )
+        resolved, moe, vram = self._resolved, spec.moe, self._resolved.vram
+        if moe is None or vram is None:
+            raise InternalError(f"--experts {resolved.experts} has no executor here")
+        store = load_host_store(resolved, experts, self._progress, self._pinner)
+        layout, mode = store.layout, cast(Placement, resolved.experts)
         try:
+            rates = path_rates(self._known, layout.format, layout.slice_nbytes)
+            if rates is None and mode == "hybrid":
+                raise MachineError(
+                    "the rates of PCIe and of the CPU are not known: CUDA is not available",
+                    hint="run `headrace doctor` to see what is missing",
+                )
             executor = make_executor(
                 self._device,
                 store,
-                shape,
+                ExecutorShape(
+                    mode,
+                    min(resolved.max_num_seqs, STEP_TOKENS),
+                    moe.num_experts_per_token,
+                    vram.experts_nbytes // layout.slice_nbytes,
+                ),
                 Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit),
-                threads=self._resolved.threads,
-                rates=self._rates(store),
+                threads=resolved.threads,
+                rates=rates,
+                new_paths=self._new_paths,
             )
         except BaseException:
             store.close()
             raise
-        self.runtime = self._executor = executor
+        tracker = None if rates is None else RateTracker(rates, probed=self._known.probed)
+        self.executor, self.runtime = executor, LiveExperts(executor, tracker)
         return executor
-
-    def _rates(self, store: HostStore) -> PathRates:
-        """Overlapped rates: of the machine's profile, or quick probes of the two paths."""
-        profile, where = profile_of(self._machine)
-        found: Mapping[str, Rate] = {} if profile is None else profile.rates
-        fmt = store.layout.format
-        pcie = found.get("pcie_gather_overlapped") or found.get("pcie_gather")
-        cpu = found.get(f"cpu_experts_{fmt}_overlapped") or found.get(f"cpu_experts_{fmt}")
-        pcie_gbps = pcie.value if pcie is not None else pcie_h2d_gbps()
-        # The kernels read at nearly the rate of a plain loop, which is what a probe can measure soon.
-        cpu_gbps = cpu.value if cpu is not None else dram_read_gbps(self._resolved.threads)
-        if pcie_gbps is None:
-            raise MachineError("PCIe's rate cannot be measured: CUDA is not available")
-        log.info("experts: PCIe %.1f GB/s, CPU %.1f GB/s (profile: %s)", pcie_gbps, cpu_gbps, where)
-        return PathRates(
-            pcie_gbps, cpu_gbps, store.layout.slice_nbytes, FETCH_LATENCY_S, CPU_LATENCY_S
-        )

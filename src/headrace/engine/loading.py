@@ -17,8 +17,10 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import DoesNotFitError
 from headrace.core.kv_formats import FORMATS
 from headrace.core.model_sizes import ModelSizes
+from headrace.core.model_spec import ModelSpec
 from headrace.core.status import EngineInfo
 from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.expert_rates import StartingRates
 from headrace.engine.expert_runtime import ExpertPlace, supported_formats
 from headrace.engine.kv_choice import KVSupport
 from headrace.engine.parts import EngineParts
@@ -30,6 +32,8 @@ from headrace.machine.cuda_device import visible_gpus
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile_store import with_profile
+from headrace.machine.quick_probe import starting_rates
+from headrace.machine.threads import choose_threads
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
@@ -57,6 +61,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
     )
     machine = with_profile(find_machine(config))
+    support = gpu_support(machine, checkpoint.spec, config.threads)
     found = find_directions(config, checkpoint)
     resolved = resolve(
         config,
@@ -65,7 +70,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         checkpoint.nbytes,
         missing_kernels=registry.unavailable_reason("cpu"),
         sizes=model_sizes(checkpoint),
-        gpu=gpu_support(machine),
+        gpu=support,
         kv=kv_support(found),
     )
     for warning in resolved.warnings:
@@ -73,7 +78,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
     set_threads(resolved)
     device = open_device(resolved, machine)
     ops = registry.resolve(_backends(resolved))
-    experts = ExpertPlace(resolved, device, machine, progress)
+    experts = ExpertPlace(resolved, device, support.known, progress)
     try:
         decoder = load_model(
             checkpoint,
@@ -162,11 +167,22 @@ def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
     )
 
 
-def gpu_support(machine: Machine) -> GpuSupport:
-    """What of this installation could run on the machine's GPU; looked up only if there is one."""
+def gpu_support(machine: Machine, spec: ModelSpec, threads: int | None = None) -> GpuSupport:
+    """What of this installation could run on the machine's GPU; looked up only if there is one.
+
+    A mixture's placement depends on the machine's rates: the stored profile's, or quick probes.
+
+    Args:
+        threads: that the user gave.
+    """
     if not machine.gpus:
         return GpuSupport("no GPU was found")
-    return GpuSupport(registry.unavailable_reason("triton"), supported_formats())
+    missing = registry.unavailable_reason("triton")
+    if missing is not None or spec.moe is None:
+        return GpuSupport(missing, supported_formats())
+    chosen = choose_threads(machine.cpu, threads, reserve=1, measured=machine.measured_threads)
+    rates, probed = starting_rates(machine, chosen.threads)
+    return GpuSupport(None, supported_formats(), StartingRates(rates, probed))
 
 
 def open_device(resolved: Resolved, machine: Machine) -> Device:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.core.status import EngineInfo
+from headrace.core.status import EngineInfo, ExpertSnapshot
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.runner import DecoderLike
 from headrace.engine.scheduler import SchedulerConfig
+from headrace.experts.step_record import ExpertStep
 from headrace.machine.device import Device
 from headrace.ops.records import LayerCache
 from headrace.text.tokenizer import Tokenizer
@@ -18,19 +19,36 @@ from headrace.text.tokenizer import Tokenizer
 class ExpertRuntime(Protocol):
     """Where experts are computed elsewhere than the rest: what happens between steps.
 
-    Both are called on the engine's thread, outside of any capture.
+    All of it is called on the engine's thread, outside of any capture. ``last``: what the last step did,
+    if it was one of decoding.
     """
 
+    @property
+    def last(self) -> ExpertStep | None: ...
+
+    @property
+    def misses_of_twice_the_slots(self) -> float | None:
+        """The share of the misses that twice the slots would leave, as predicted."""
+        ...
+
     def step_begins(self, num_tokens: int) -> None:
-        """Write what the step reads (the split, new rates); raise if a worker has died."""
+        """Replace a worker that died, and bring in what was promoted.
+
+        Raises:
+            DeviceLostError: it cannot be replaced.
+        """
         ...
 
     def step_ended(self) -> None:
         """The step's results are on the host.
 
         Raises:
-            MachineError: its experts' part is not to be trusted, a worker died or gave up.
+            WorkerLostError: its experts' part is not to be trusted, a worker died or gave up.
         """
+        ...
+
+    def snapshot(self) -> ExpertSnapshot:
+        """Counters and gauges of this moment, between steps."""
         ...
 
     def close(self) -> None: ...

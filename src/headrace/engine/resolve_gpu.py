@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 from headrace.core.config import DENSE_FORMATS, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
@@ -22,6 +23,7 @@ from headrace.engine.choosing import (
     require_expert_store,
     why,
 )
+from headrace.engine.expert_rates import STEP_TOKENS, automatic_placement
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
     RESERVE_NBYTES,
@@ -35,6 +37,7 @@ from headrace.engine.vram_plan import (
     gpu_workspace_nbytes,
     graphs_nbytes,
 )
+from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.slab import SlabLayout, slab_layout
 from headrace.machine.probe import GpuInfo, Machine
 from headrace.machine.threads import choose_threads
@@ -123,10 +126,11 @@ def resolve_on_gpu(
     )
     # Padding rows of captured steps write into one block more.
     tokens = (num_blocks + 1) * block_tokens
-    vram = _with_slots(placed, room.with_experts(placed.nbytes).plan(tokens, workspace(context)))
+    bare = room.with_experts(placed.nbytes).plan(tokens, workspace(context))
+    vram = _with_slots(placed, bare, config.expert_slots, min(seqs, STEP_TOKENS))
     vram.require_fit("give a smaller --context or a larger --vram-budget, or --experts hybrid")
     if placed.layout is not None:
-        _record_slots(placed.layout, vram, sizes, chosen)
+        _record_slots(placed.layout, vram, sizes, config.expert_slots, chosen)
     chosen("vram", f"{vram.total_nbytes} bytes", vram.describe())
     plan = MemoryPlan(
         weights_nbytes=sizes.expert_nbytes if placed.mode != "gpu" else 0,
@@ -242,7 +246,7 @@ def _place_experts(
     if config.experts == "gpu":
         plan.require_fit("leave --experts gpu out, or give a larger --vram-budget")
         return replace(inside, reason="as configured")
-    if config.experts == "auto" and fits:
+    if config.experts == "auto" and fits and config.expert_slots is None:
         return replace(inside, reason=f"all of them ({everything / 1e6:,.0f} MB) fit")
     if layout is None:
         found = ", ".join(sorted(sizes.expert_formats)) or "none"
@@ -255,10 +259,27 @@ def _place_experts(
             problem, hint="give a larger --vram-budget, a smaller model, or --device cpu"
         )
     shared = replace(room, share=KV_SHARE_BESIDE_SLOTS)
-    mode = "hybrid" if config.experts == "auto" else config.experts
-    missing = f"{-plan.headroom_nbytes / 1e6:,.0f} MB are missing to hold all of them"
-    reason = missing if config.experts == "auto" else "as configured"
+    mode, reason = config.experts, "as configured"
+    if mode == "auto":
+        left, why_not_all = everything + plan.headroom_nbytes, "--expert-slots limits them"
+        if config.expert_slots is not None:
+            left = config.expert_slots * layout.slice_nbytes
+        else:
+            missing = f"{-plan.headroom_nbytes / 1e6:,.0f} MB"
+            why_not_all = f"{missing} are missing to hold all of them"
+        mode, reason = _fastest(spec, layout, left, support)
+        reason = f"{why_not_all}; {reason}"
     return _Placed(mode, reason, shared, KV_SHARE_BESIDE_SLOTS, 0, layout)
+
+
+def _fastest(
+    spec: ModelSpec, layout: SlabLayout, slots_nbytes: int, support: GpuSupport
+) -> tuple[str, str]:
+    """The placement of experts that do not all fit, and why."""
+    choice = automatic_placement(spec, layout, slots_nbytes, support.known)
+    if choice is None:
+        return "hybrid", "the rates of PCIe and of the CPU are not known yet"
+    return choice.placement, choice.reason
 
 
 def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLayout | None:
@@ -275,32 +296,56 @@ def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLa
         return None
 
 
-def _with_slots(placed: _Placed, plan: VramPlan) -> VramPlan:
-    """Give the slots what the rest leaves, up to all experts."""
+def _with_slots(placed: _Placed, plan: VramPlan, slots: int | None, step_tokens: int) -> VramPlan:
+    """Give the slots what the rest leaves, up to all experts, or as many as are asked for.
+
+    Raises:
+        ConfigError: slots are asked for, and the placement has none to choose.
+        DoesNotFitError: more are asked for than there is room for.
+    """
     layout, moe = placed.layout, placed.room.spec.moe
     if layout is None or moe is None:
         return plan
     mixtures = sum(layer.moe for layer in placed.room.spec.layers)
     everything = mixtures * moe.num_experts * layout.slab_nbytes
-    if placed.mode == "gpu":
-        return replace(plan, experts_nbytes=everything)
-    if placed.mode == "cpu":
-        return plan
-    room = max(plan.headroom_nbytes, 0) // layout.slice_nbytes * layout.slice_nbytes
+    if placed.mode in ("cpu", "gpu"):
+        if slots is not None:
+            raise ConfigError(
+                f"--expert-slots is {slots}, but experts are placed on the {placed.mode.upper()}: "
+                f"{placed.reason}",
+                hint="choose --experts hybrid or stream, or leave --expert-slots out",
+                param="--expert-slots",
+            )
+        return replace(plan, experts_nbytes=everything if placed.mode == "gpu" else 0)
+    size = layout.slice_nbytes
+    room = max(plan.headroom_nbytes, 0) // size * size
+    if slots is not None:
+        # What a layer fetches lies in transit until the step has used it.
+        uses = min(step_tokens * moe.num_experts_per_token, moe.num_experts)
+        transit = most_fetched(cast(Placement, placed.mode), uses * layout.num_slices)
+        if (slots + transit) * size > room:
+            raise DoesNotFitError(
+                f"--expert-slots is {slots}, and {transit} for what is on its way: "
+                f"{(slots + transit) * size} bytes; there is room for {room}",
+                hint="give fewer, or a larger --vram-budget",
+                param="--expert-slots",
+            )
+        return replace(plan, experts_nbytes=(slots + transit) * size)
     # A step brings in a token's experts; with fewer slots than that nothing could be cached.
     least = moe.num_experts_per_token * layout.slab_nbytes
     return replace(plan, experts_nbytes=min(max(room, least), everything))
 
 
-def _record_slots(layout: SlabLayout, vram: VramPlan, sizes: ModelSizes, chosen: Chosen) -> None:
+def _record_slots(
+    layout: SlabLayout, vram: VramPlan, sizes: ModelSizes, asked: int | None, chosen: Chosen
+) -> None:
     slots = vram.experts_nbytes // layout.slice_nbytes
     share = vram.experts_nbytes / max(sizes.expert_nbytes, 1)
-    chosen(
-        "expert_slots",
-        slots,
-        f"slices of {layout.slice_nbytes} bytes, {min(share, 1.0):.0%} of the experts' bytes: "
-        "what everything else leaves",
-    )
+    what = f"slices of {layout.slice_nbytes} bytes, {min(share, 1.0):.0%} of the experts' bytes"
+    if asked is None:
+        chosen("expert_slots", slots, f"{what}: what everything else leaves")
+    else:
+        chosen("expert_slots", asked, f"as configured: {what}, those for transit included")
 
 
 def _dense_format(config: EngineConfig, sizes: ModelSizes, chosen: Chosen) -> str:

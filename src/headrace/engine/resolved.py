@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.core.kv_formats import PoolShape
 from headrace.core.status import Choice
+from headrace.engine.expert_rates import StartingRates
 from headrace.engine.memory_plan import MemoryPlan
 from headrace.engine.vram_plan import VramPlan
 
@@ -15,11 +16,12 @@ class GpuSupport:
     """What of this installation could run on a GPU.
 
     missing: why its kernels cannot be used, None if they can. expert_formats: formats of experts that
-    the expert cache serves; empty without one.
+    the expert cache serves; empty without one. known: the machine's rates, for a mixture's placement.
     """
 
     missing: str | None = "this process has not looked for GPU kernels"
     expert_formats: frozenset[str] = frozenset()
+    known: StartingRates = field(default_factory=lambda: StartingRates({}))
 
 
 @dataclass(frozen=True)

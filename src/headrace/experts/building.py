@@ -1,33 +1,56 @@
-"""Puts an executor on a GPU together: slots, request block, CPU service, prompt path."""
+"""Puts an executor together: slots, request block, CPU service, prompt path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from headrace.experts.cpu_share import ServiceShare
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.paths import ExpertPaths
+from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock, request_block
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
-from headrace.experts.stream import StreamPrefill
+from headrace.experts.stream import SliceProduct, StreamPrefill
 from headrace.machine.device import Device
 from headrace.ops import registry
-from headrace.ops.expert_records import ExpertService, ServiceOptions
+from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceOptions
 from headrace.ops.records import Activation
 
 # Prompt chunks of which the CPU computes a part: beyond it nearly every expert has several tokens, and
 # the GPU is faster with one copy of each. Bounds the request block too.
 MAX_CPU_TOKENS = 128
-# What a fetch and a request cost beside their bytes (H200 machine, 2026-11-29: the fetched slices are
-# computed after the last of them has arrived; a round trip through flags takes 4 us).
-FETCH_LATENCY_S = 20e-6
-CPU_LATENCY_S = 8e-6
 # A line of the CPU's cache: the request block's fields must not share one with anything else.
 _LINE_NBYTES = 64
+
+
+class Paths(ExpertPaths, Protocol):
+    """Paths that prompts can use, too."""
+
+    def product(self, act: Activation) -> SliceProduct: ...
+
+
+class PathsFactory(Protocol):
+    """Makes the paths of an executor: ``GpuPaths`` unless a test says otherwise."""
+
+    def __call__(
+        self,
+        device: Device,
+        store: HostStore,
+        shape: PlanShape,
+        act: Activation,
+        fields: RequestBlock,
+        block: torch.Tensor | None,
+        top_k: int,
+        /,
+        *,
+        max_tokens: int,
+    ) -> Paths: ...
 
 
 def make_executor(
@@ -38,17 +61,20 @@ def make_executor(
     *,
     threads: int,
     cpus: tuple[int, ...] | None = None,
-    rates: PathRates,
+    rates: PathRates | None = None,
+    new_paths: PathsFactory = GpuPaths,
 ) -> HybridExecutor:
-    """The executor on a GPU, its slots filled and its CPU service running.
+    """The executor, its slots filled and its CPU service running.
 
     Args:
         shape: ``num_slots`` includes the transit slots, which are taken from it.
         threads, cpus: of the CPU service.
-        rates: of both paths, overlapped; of a path that the placement does not use they do not matter.
+        rates: of both paths, for the first split; only ``hybrid`` needs them.
     """
     layout = store.layout
-    with_cpu = shape.placement in ("cpu", "hybrid")
+    # A layer that is not pinned is the CPU's, whatever the placement of the others.
+    unpinned = not device.reads_pageable and not all(map(store.pinned, range(store.num_layers)))
+    with_cpu = shape.placement in ("cpu", "hybrid") or (shape.placement == "stream" and unpinned)
     if shape.placement != "gpu":
         transit = shape.plan_shape(store).max_fetch
         shape = replace(shape, num_slots=max(shape.num_slots - transit, 0))
@@ -61,7 +87,7 @@ def make_executor(
     )
     block = _block(device, fields) if with_cpu else None
     plan = shape.plan_shape(store)
-    paths = GpuPaths(
+    paths = new_paths(
         device, store, plan, act, fields, block, shape.top_k, max_tokens=shape.max_tokens
     )
     new_service = None
@@ -72,10 +98,13 @@ def make_executor(
 
         def fault() -> int:
             service = executors[0].service
-            return 0 if service is None else int(service.fault())
+            if service is None:
+                return ExpertFault.NONE
+            lost = ExpertFault.NONE if service.running() else ExpertFault.WORKER
+            return service.fault() or lost
 
         cpu = ServiceShare(block, fields, layout.num_slices, fault)
-    together = rates.pcie_gbps + rates.cpu_gbps
+    together = 0.0 if rates is None else rates.pcie_gbps + rates.cpu_gbps
     prefill = StreamPrefill(
         device,
         store,
@@ -83,7 +112,7 @@ def make_executor(
         paths,
         paths.product(act),
         cpu=cpu,
-        cpu_share=rates.cpu_gbps / together if together else 0.0,
+        cpu_share=rates.cpu_gbps / together if rates is not None and together else 0.0,
     )
     executor = HybridExecutor(
         device, store, shape, paths, prefill=prefill, block=block, new_service=new_service

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.core.errors import MachineError
+from headrace.core.errors import WorkerLostError
 from headrace.experts.items import Items, items_of
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
@@ -80,14 +80,14 @@ class ServiceShare:
         """Wait for the answer.
 
         Raises:
-            MachineError: none came.
+            WorkerLostError: none came.
         """
         f = self._fields
         ack, end = self._ints(f.ack, 1), time.monotonic() + TIMEOUT_S
         while int(ack[0]) != self._seq:
             if self._abort() or time.monotonic() > end:
                 self._ints(f.abort, 1)[0] = self._abort() or 1
-                raise MachineError(
+                raise WorkerLostError(
                     "experts on the CPU: no answer to a prompt chunk",
                     hint="the request can be sent again; the CPU's threads are started anew",
                 )

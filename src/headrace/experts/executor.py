@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.core.errors import ConfigError, DeviceLostError, MachineError
+from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
 from headrace.experts.cache_policy import value_constants
 from headrace.experts.paths import ExpertCounts, ExpertPaths
-from headrace.experts.placement import Placement
+from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
+from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
-from headrace.ops.expert_records import ExpertFault, ExpertService
+from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceStats
 
 log = logging.getLogger(__name__)
-
-# Slices fetched in a layer where the CPU takes the rest: transit slots cost memory. A token's experts are
-# 12 to 24 slices; a full batch misses so many that the CPU's share is beyond this anyway.
-HYBRID_MAX_FETCH = 32
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
@@ -68,14 +65,9 @@ class ExecutorShape:
             num_experts=store.num_experts,
             num_slices=slices,
             num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
-            max_fetch=self._max_fetch(most),
+            max_fetch=most_fetched(self.placement, most),
             window=value_constants(store.num_layers, slices).window,
         )
-
-    def _max_fetch(self, most: int) -> int:
-        if self.placement in ("cpu", "gpu"):
-            return 0
-        return most if self.placement == "stream" else min(most, HYBRID_MAX_FETCH)
 
     def max_missing(self, store: HostStore) -> int:
         """Most slices that a layer of a step can miss."""
@@ -83,8 +75,17 @@ class ExecutorShape:
         return uses * store.layout.num_slices
 
 
+@dataclass(frozen=True)
+class PromptSlices:
+    """Slices that prompts longer than a step used, by path."""
+
+    hits: int = 0
+    fetched: int = 0
+    computed: int = 0
+
+
 class HybridExecutor:
-    """``layers.moe.MixtureExecutor`` and ``engine.parts.ExpertRuntime``.
+    """``layers.moe.MixtureExecutor``; ``live.LiveExperts`` drives it between steps.
 
     Args:
         paths: the steps of a layer, ``GpuPaths`` or ``HostPaths``.
@@ -107,7 +108,12 @@ class HybridExecutor:
     ) -> None:
         self.paths, self.shape, self.store = paths, shape, store
         self.plan_shape = shape.plan_shape(store)
-        self._device = device
+        self.device = device
+        self.can_fetch = [
+            device.reads_pageable or store.pinned(layer) for layer in range(store.num_layers)
+        ]
+        self.table: tuple[int, ...] = ()  # of layers that can be fetched
+        self._past = ServiceStats(0, 0, 0, 0.0)  # of services that were replaced
         self._prefill = prefill
         self._block = block
         self._new_service = new_service
@@ -141,7 +147,7 @@ class HybridExecutor:
         if self._fetches:
             self._fork.record()
             self._side.wait_event(self._fork)
-            with self._device.use(self._side):
+            with self.device.use(self._side):
                 paths.gather(layer)
                 self._join.record()
         if self.plan_shape.num_slots:
@@ -164,13 +170,13 @@ class HybridExecutor:
             table = tuple(range(most + 1))
         else:
             table = (0,) * (most + 1)
-        none = (0,) * (most + 1)
-        self.paths.set_split(
-            [table if self._can_fetch(layer) else none for layer in range(self.store.num_layers)]
-        )
+        self.set_table(table)
 
-    def _can_fetch(self, layer: int) -> bool:
-        return self.store.pinned(layer) or self._device.torch_device.type == "cpu"
+    def set_table(self, table: tuple[int, ...]) -> None:
+        """Fetch ``table[m]`` of m missing slices from now on; between steps. Captured graphs follow."""
+        self.table = table
+        none = (0,) * len(table)
+        self.paths.set_split([table if able else none for able in self.can_fetch])
 
     def fill(self) -> None:
         """Fill the slots before the first step, expert by expert over all layers alike.
@@ -188,7 +194,21 @@ class HybridExecutor:
 
     def counts(self) -> ExpertCounts:
         """Slices by path so far; waits for the GPU."""
-        return self.paths.counts()
+        found = self.paths.counts()
+        if self.service is None:
+            return found
+        now, past = self.service.stats(), self._past
+        return replace(
+            found,
+            cpu_nbytes=found.cpu_nbytes + past.nbytes + now.nbytes,
+            compute_s=found.compute_s + past.busy_s + now.busy_s,
+        )
+
+    def prompt_slices(self) -> PromptSlices:
+        """What prompts longer than a step used so far."""
+        if not isinstance(self._prefill, StreamPrefill):
+            return PromptSlices()
+        return PromptSlices(self._prefill.hit, self._prefill.fetched, self._prefill.on_cpu)
 
     def step_begins(self, num_tokens: int) -> None:
         """Wake the CPU's threads; replace a service that failed.
@@ -198,7 +218,8 @@ class HybridExecutor:
         """
         if self.service is None:
             return
-        if self._failed or not self.service.running():
+        asked = self.service.fault() is not ExpertFault.NONE  # a prompt's part was not answered
+        if self._failed or asked or not self.service.running():
             self._restart_service()
         self.service.wake()
 
@@ -206,7 +227,7 @@ class HybridExecutor:
         """Check that the CPU answered every request of the step.
 
         Raises:
-            MachineError: it did not; the step's results are not to be used.
+            WorkerLostError: it did not; the step's results are not to be used.
         """
         if self._block is None or self.service is None:
             return
@@ -214,7 +235,7 @@ class HybridExecutor:
         if fault is ExpertFault.NONE:
             return
         self._failed = True
-        raise MachineError(
+        raise WorkerLostError(
             f"experts on the CPU: {fault.meaning}",
             hint="the request can be sent again; the CPU's threads are started anew",
         )
@@ -244,7 +265,14 @@ class HybridExecutor:
             raise DeviceLostError(
                 f"experts on the CPU: {error.message}", hint="restart the server"
             ) from error
-        self._device.synchronize()
+        self.device.synchronize()
+        done, past = self.service.stats(), self._past
+        self._past = ServiceStats(
+            past.requests + done.requests,
+            past.refused + done.refused,
+            past.nbytes + done.nbytes,
+            past.busy_s + done.busy_s,
+        )
         self._start_service()
         self._failed = False
         self.num_restarts += 1

@@ -13,7 +13,7 @@ import torch
 
 from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
-from headrace.experts.paths import ExpertCounts
+from headrace.experts.paths import CacheView, ExpertCounts
 from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
@@ -24,6 +24,7 @@ from headrace.ops import registry
 from headrace.ops.records import Activation
 
 _WORD = 4  # bytes of an int32
+NANO = 1e9
 
 
 class GpuPaths:
@@ -133,9 +134,40 @@ class GpuPaths:
         self.state.owner_of.copy_(owner_of)
 
     def counts(self) -> ExpertCounts:
+        """Waits for the GPU. The CPU's own figures are its service's."""
+        totals: list[int] = self.state.totals.tolist()
+        hits, fetched, computed, layers, _, admitted, *_ = totals
+        fetch_ns, stalls, stall_ns = totals[self._kernels.NUM_COUNTS :]
+        return ExpertCounts(
+            hits,
+            fetched,
+            computed,
+            admitted,
+            layers,
+            fetch_s=fetch_ns / NANO,
+            stalls=stalls,
+            stall_s=stall_ns / NANO,
+        )
+
+    def view(self) -> CacheView:
         """Waits for the GPU."""
-        hits, fetched, computed, layers, _, admitted, *_ = self.state.totals.tolist()
-        return ExpertCounts(hits, fetched, computed, admitted, layers)
+        s = self.state
+        return CacheView(
+            s.values.cpu().numpy(),
+            s.slot_of.cpu().numpy(),
+            s.owner_of[: self.shape.num_slots].cpu().numpy(),
+        )
+
+    def slots_used(self) -> int:
+        """Waits for the GPU."""
+        return int((self.state.owner_of[: self.shape.num_slots] >= 0).sum())
+
+    def replace(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        device = self.state.slot_of.device
+        slots, old, new = torch.tensor(list(changes), dtype=torch.int32, device=device).T
+        self.state.slot_of[old[old >= 0].long()] = -1
+        self.state.slot_of[new.long()] = slots
+        self.state.owner_of[slots.long()] = new
 
     def slot(self, number: int) -> torch.Tensor:
         nbytes = self._store.layout.slice_nbytes
@@ -148,11 +180,9 @@ class GpuPaths:
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
-        device = self.state.slot_of.device
-        slots, old, new = torch.tensor(changes, dtype=torch.int32, device=device).T
-        self.state.slot_of[(first + old).long()] = -1
-        self.state.slot_of[(first + new).long()] = slots
-        self.state.owner_of[slots.long()] = first + new
+        self.replace(
+            [(s, first + old if old >= 0 else old, first + new) for s, old, new in changes]
+        )
 
     def product(self, act: Activation) -> SliceProduct:
         """Computes a slice for many tokens, by matrix products in bfloat16."""

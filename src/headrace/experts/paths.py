@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.experts.items import Items
@@ -28,15 +31,19 @@ from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
 from headrace.experts.slice_reference import run_items, slice_output
 from headrace.experts.store import HostStore
+from headrace.experts.stream import SliceProduct
 from headrace.ops.expert_records import CpuExperts
 from headrace.ops.records import Activation
 
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Slices by path since the start, and what became of the fetched ones.
+    """Slices of decoding steps by path since the start, and what became of the fetched ones.
 
     layers: plans made, one for each layer and step
+    fetch_s: seconds in which PCIe was busy with ``fetched``
+    cpu_nbytes, compute_s: what the CPU has read and how long it was busy, prompts' part included
+    stalls, stall_s: layers for which everything else was done before the CPU was, and those waits
     """
 
     hits: int = 0
@@ -44,6 +51,11 @@ class ExpertCounts:
     computed: int = 0
     admitted: int = 0
     layers: int = 0
+    fetch_s: float = 0.0
+    cpu_nbytes: int = 0
+    compute_s: float = 0.0
+    stalls: int = 0
+    stall_s: float = 0.0
 
     @property
     def looked_up(self) -> int:
@@ -53,6 +65,19 @@ class ExpertCounts:
     def hit_rate(self) -> float:
         """Share of looked-up slices that lay in a slot."""
         return self.hits / self.looked_up if self.looked_up else 0.0
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """The cache between steps, copied to the host.
+
+    values: float32 [layers * experts], what the policy gives each expert; slot_of: int32, of every key;
+    owner_of: int32, of every slot; -1: none
+    """
+
+    values: npt.NDArray[np.float32]
+    slot_of: npt.NDArray[np.int32]
+    owner_of: npt.NDArray[np.int32]
 
 
 class ExpertPaths(Protocol):
@@ -92,6 +117,18 @@ class ExpertPaths(Protocol):
 
     def counts(self) -> ExpertCounts: ...
 
+    def view(self) -> CacheView:
+        """The cache as it is; between steps."""
+        ...
+
+    def slots_used(self) -> int:
+        """Slots that hold a slice."""
+        ...
+
+    def replace(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """For each (slot, old, new): the slot that held key ``old`` (-1: nothing) now holds ``new``."""
+        ...
+
     def slot(self, number: int) -> torch.Tensor:
         """See ``stream.SlotTable``, as the next two."""
         ...
@@ -118,6 +155,7 @@ class HostPaths:
         self.arena = torch.zeros(slots, layout.slice_nbytes, dtype=torch.uint8)
         self._split: Sequence[Sequence[int]] = ()
         self._counts = [0] * 5
+        self._fetch_s = self._compute_s = 0.0
         self._plan: LayerPlan | None = None
         self._layer = 0
         self._x = self._out = torch.zeros(0)
@@ -140,8 +178,10 @@ class HostPaths:
 
     def gather(self, layer: int) -> None:
         assert self._plan is not None
+        start = time.perf_counter()
         for entry in self._plan.fetches:
             self.arena[entry.slot] = self._store.slab(layer, entry.expert)[entry.slice_index]
+        self._fetch_s += time.perf_counter() - start
 
     def hits(self, x: torch.Tensor) -> None:
         assert self._plan is not None
@@ -166,6 +206,12 @@ class HostPaths:
         plan = self._plan
         if plan is None or not plan.cpu:
             return
+        start = time.perf_counter()
+        self._out += self.on_cpu(self._layer, self._x, plan)
+        self._compute_s += time.perf_counter() - start
+
+    def on_cpu(self, layer: int, x: torch.Tensor, plan: LayerPlan) -> torch.Tensor:
+        """The CPU's part of a layer, [T, D]."""
         rows = [(c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu]
         work = Items(
             torch.tensor(rows, dtype=torch.int32),
@@ -174,15 +220,13 @@ class HostPaths:
         )
         layout = self._store.layout
         if self._cpu is None:
-            slabs = self._store.tensor(self._layer)
-            self._out += run_items(layout, slabs, self._act, self._x, work)
-            return
-        self._out += self._cpu.run_now(
+            return run_items(layout, self._store.tensor(layer), self._act, x, work)
+        return self._cpu.run_now(
             layout,
-            self._store.base(self._layer),
+            self._store.base(layer),
             self._store.num_experts,
             self._act,
-            self._x,
+            x,
             work.items,
             work.pair_token,
             work.pair_weight,
@@ -202,7 +246,28 @@ class HostPaths:
             self.tables.slot_of[key], self.tables.owner_of[slot] = slot, key
 
     def counts(self) -> ExpertCounts:
-        return ExpertCounts(*self._counts)
+        nbytes = self._counts[2] * self._store.layout.slice_nbytes
+        # It never stalls: the CPU's part is computed when it is waited for.
+        return ExpertCounts(
+            *self._counts, fetch_s=self._fetch_s, cpu_nbytes=nbytes, compute_s=self._compute_s
+        )
+
+    def view(self) -> CacheView:
+        tables = self.tables
+        return CacheView(
+            np.array(tables.values, np.float32),
+            np.array(tables.slot_of, np.int32),
+            np.array(tables.owner_of, np.int32),
+        )
+
+    def slots_used(self) -> int:
+        return sum(owner != FREE for owner in self.tables.owner_of)
+
+    def replace(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        for slot, old, new in changes:
+            if old != FREE:
+                self.tables.slot_of[old] = FREE
+            self.tables.slot_of[new], self.tables.owner_of[slot] = slot, new
 
     def slot(self, number: int) -> torch.Tensor:
         return self.arena[number]
@@ -213,10 +278,19 @@ class HostPaths:
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
-        for slot, old, new in changes:
-            self.tables.slot_of[first + old] = FREE
-            self.tables.slot_of[first + new] = slot
-            self.tables.owner_of[slot] = first + new
+        self.replace(
+            [(s, first + old if old != FREE else FREE, first + new) for s, old, new in changes]
+        )
+
+    def product(self, act: Activation) -> SliceProduct:
+        """Computes a slice for many tokens, in float64."""
+        layout = self._store.layout
+
+        def product(piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            part = slice_weights(piece.unsqueeze(0), layout, 0)
+            return slice_output(part, act, x.double()).float()
+
+        return product
 
 
 def _rows(values: Any) -> Any:

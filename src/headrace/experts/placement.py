@@ -27,6 +27,18 @@ Placement = Literal["gpu", "cpu", "stream", "hybrid"]
 PLACEMENTS: tuple[Placement, ...] = ("gpu", "cpu", "stream", "hybrid")
 
 
+# Slices fetched in a layer where the CPU takes the rest: transit slots cost memory. A token's experts are
+# 12 to 24 slices; a full batch misses so many that the CPU's share is beyond this anyway.
+HYBRID_MAX_FETCH = 32
+
+
+def most_fetched(placement: Placement, most_missing: int) -> int:
+    """Slices that a layer fetches at most, of so many that it can miss: as many transit slots it has."""
+    if placement in ("cpu", "gpu"):
+        return 0
+    return most_missing if placement == "stream" else min(most_missing, HYBRID_MAX_FETCH)
+
+
 @dataclass(frozen=True)
 class ExpertLoad:
     """What one decode step asks of a layer's experts.

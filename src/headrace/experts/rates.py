@@ -29,7 +29,8 @@ WINDOW = 9
 # Share of the way to the window's median that one sample moves the estimate.
 GAIN = 0.25
 # Samples that may be missing before the estimate starts to return, and for how many more it takes to
-# come half the way back to the profile's rate. 64 layers are 2 to 4 tokens.
+# come half the way back to the profile's rate. The engine takes a sample a step, so a path that the split
+# has left alone is tried again after half a second to a second of decoding.
 PATIENCE = 64
 RETURN_HALF = 256
 # Less than this share of a slice is latency, not bandwidth.

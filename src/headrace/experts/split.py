@@ -23,6 +23,10 @@ from dataclasses import dataclass, replace
 from headrace.core.errors import ConfigError
 
 GIGA = 1e9
+# What a fetch and a request cost beside their bytes (H200 machine, 2026-11-29: the fetched slices are
+# computed after the last of them has arrived; a round trip through flags takes 4 us).
+FETCH_LATENCY_S = 20e-6
+CPU_LATENCY_S = 8e-6
 # Two times are the same below this relative difference: nothing is measured to a part in 10^9, and
 # rounding must not decide a tie.
 SAME = 1e-9

@@ -137,7 +137,7 @@ class StreamPrefill:
     ) -> None:
         self._store, self._shape, self._table = store, shape, table
         self._product, self._cpu = product, cpu
-        self._on_host = device.torch_device.type == "cpu"
+        self._on_host = device.reads_pageable
         self.cpu_share = cpu_share
         transit = [table.slot(shape.num_slots + i) for i in range(shape.max_fetch)]
         self._ring = SliceRing(device, store, transit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from headrace.core.step import StepStats
 from headrace.explain import advice, leaf
 from headrace.explain.cost import Work, price
 from headrace.explain.kernel_rates import has_kernel_rates, predict
-from headrace.explain.running_cost import RunningModel, StepRows, running_cost
+from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
 from headrace.machine.profile import MachineProfile
 
 # Hardware that can be doubled, and the rates that double with it.
@@ -125,7 +125,7 @@ def explain(
         _row(
             i,
             calls[i] / steps,
-            costs[i].work if i in costs else Work(),
+            _work_of(i, costs, sample.stats),
             seconds[i],
             step_s,
             machine,
@@ -152,6 +152,28 @@ def explain(
         hardware=tuple(_hardware(step)),
         software=tuple(_software(step)),
         advice=(*_advice(step), *_threads(step, threads)),
+    )
+
+
+def _work_of(ident: str, costs: Mapping[str, ClassWork], stats: Sequence[StepStats]) -> Work:
+    """By the catalogue's formulas; experts outside of the model's weights by what the steps counted."""
+    if ident in costs and costs[ident].calls:
+        return costs[ident].work
+    if ident not in (leaf.EXPERTS_GPU, leaf.EXPERTS_CPU, leaf.EXPERT_FETCH):
+        return Work()
+    seen = [one for step in stats for one in step.classes if one.id == ident]
+
+    def mean(values: Iterable[int]) -> float:
+        return sum(values) / len(stats)
+
+    flops = mean(one.flops for one in seen)
+    on_cpu = ident == leaf.EXPERTS_CPU
+    return Work(
+        tensor_flops={} if on_cpu or not flops else {"bf16": flops},
+        cpu_flops={"bf16": flops} if on_cpu and flops else {},
+        hbm_nbytes=mean(one.bytes.hbm for one in seen),
+        pcie_nbytes=mean(one.bytes.pcie for one in seen),
+        dram_nbytes=mean(one.bytes.dram for one in seen),
     )
 
 
@@ -229,6 +251,11 @@ def _software(step: advice.Calibrated) -> list[Change]:
             advice.with_weight_bits(step, advice.FEW_BITS),
         )
     )
+    left = step.model.misses_of_twice_the_slots
+    if left is not None:
+        # Misses are waited for by the longer path, which is the one that has seconds.
+        waited_s = sum(step.measured.get(i, 0.0) for i in (leaf.EXPERT_FETCH, leaf.EXPERTS_CPU))
+        changes.append(_change(step, "twice the expert slots", step.step_s - (1 - left) * waited_s))
     return [change for change in changes if abs(change.gain - 1) > WORTH_SAYING]
 
 

@@ -47,7 +47,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class RunningModel:
-    """What a loaded model's steps cost depends on. kv_nbytes: bytes of a cached element."""
+    """What a loaded model's steps cost depends on. kv_nbytes: bytes of a cached element.
+
+    misses_of_twice_the_slots: the share of missing experts that twice the cache's slots would leave;
+    None without a cache of experts.
+    """
 
     spec: ModelSpec
     matrices: Mapping[str, Stored]
@@ -55,6 +59,7 @@ class RunningModel:
     kv_format: str
     gpu: bool = False
     block_tokens: int = 32  # of the cache
+    misses_of_twice_the_slots: float | None = None
 
     @property
     def weights_nbytes(self) -> int:

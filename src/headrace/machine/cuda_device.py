@@ -69,6 +69,7 @@ class CudaDevice:
     """
 
     backends: Sequence[str] = ("triton", "reference")
+    reads_pageable = False
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():

@@ -58,6 +58,7 @@ class HostDevice:
     name = "host"
     torch_device = torch.device("cpu")
     backends: Sequence[str] = ("cpu", "reference")
+    reads_pageable = True
 
     def stream(self) -> Stream:
         return _InOrder()

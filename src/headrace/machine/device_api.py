@@ -58,6 +58,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     backends: Sequence[str]  # op back-ends, best first
+    reads_pageable: bool  # whether its kernels read host memory that is not pinned
 
     def stream(self) -> Stream: ...
     def event(self) -> Event: ...

@@ -64,6 +64,7 @@ class VirtualDevice(HostDevice):
     """
 
     name = "virtual"
+    reads_pageable = True
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock

@@ -13,8 +13,9 @@ log = logging.getLogger(__name__)
 _COUNTERS = {
     "lookups_total": "Slices of experts that layers asked for.",
     "hits_total": "Slices that were found in GPU memory.",
-    "stalls_total": "Layers that waited for PCIe or the CPU after everything else was done.",
+    "stalls_total": "Layers that waited for the CPU after everything else was done.",
     "stall_seconds_total": "Seconds of those waits.",
+    "restarts_total": "Restarts of the CPU's expert threads after one died or hung.",
 }
 _GAUGES = {
     "slots_total": ("slots", "Places for slices of experts in GPU memory."),

@@ -14,15 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import COUNT_FETCHES
+from headrace.ops.triton.expert_plan import COUNT_FETCHES, TOTAL_FETCH_NS, clock_ns
 
 
 @triton.jit
 def expert_gather(
-    bases, arena, fetches, counts, layer, SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr
+    bases, arena, fetches, counts, totals, layer, SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr
 ):
     """Copy every fetch of the layer. bases: int64 [L], addresses of the layers' first slabs; WORDS:
-    8-byte words that a program moves at a time. Any grid."""
+    8-byte words that a program moves at a time. Any grid. All programs share the work evenly, so the
+    first one's time, which ``totals`` takes, is that of all."""
+    start = clock_ns()
     num_words: tl.constexpr = SLICE_NBYTES // 8
     num_chunks: tl.constexpr = (num_words + WORDS - 1) // WORDS
     total = tl.load(counts + COUNT_FETCHES) * num_chunks
@@ -40,3 +42,7 @@ def expert_gather(
         from_ = tl.max_contiguous(tl.multiple_of(source + at, 2), 2)
         value = tl.load(from_, mask=ok, other=0, eviction_policy="evict_first")
         tl.store(target + at, value, mask=ok)
+    tl.debug_barrier()
+    if (tl.program_id(0) == 0) & (total > 0):
+        spent = totals + TOTAL_FETCH_NS
+        tl.store(spent, tl.load(spent) + clock_ns() - start)

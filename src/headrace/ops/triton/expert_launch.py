@@ -167,7 +167,7 @@ class ExpertLauncher:
         t = self.tuning
         expert_gather[(t.gather_programs,)](
             self._bases, self._arena, self._state.fetches if fetches is None else fetches,
-            self._state.counts, layer,
+            self._state.counts, self._state.totals, layer,
             self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
         )  # fmt: skip
 
@@ -245,8 +245,9 @@ class ExpertLauncher:
         """Wait for the CPU's answer to this layer's request, if there is one."""
         if self._has_cpu:
             expert_await[(1,)](
-                self._state.counts, self._state.state, self._block, self._request.ack,
-                self._request.abort, STATE_SEQ.value, STATE_FAILED.value, self.tuning.await_spins,
+                self._state.counts, self._state.state, self._block, self._state.totals,
+                self._request.ack, self._request.abort, STATE_SEQ.value, STATE_FAILED.value,
+                self.tuning.await_spins,
                 num_warps=1,
             )  # fmt: skip
 

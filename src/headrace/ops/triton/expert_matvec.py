@@ -18,7 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import COUNT_CPU
+from headrace.ops.triton.expert_plan import (
+    COUNT_CPU,
+    TOTAL_STALL_NS,
+    TOTAL_STALLS,
+    clock_ns,
+)
 from headrace.ops.triton.expert_rows import (
     BLOCK,
     NUM_PLANES,
@@ -304,8 +309,8 @@ def expert_combine(
 
 @triton.jit
 def expert_await(
-    counts, state, block, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr, STATE_SEQ: tl.constexpr,
-    STATE_FAILED: tl.constexpr, SPINS: tl.constexpr,
+    counts, state, block, totals, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr,
+    STATE_SEQ: tl.constexpr, STATE_FAILED: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
     """Wait until the CPU has answered this layer's request; one program of one warp.
 
@@ -315,12 +320,17 @@ def expert_await(
     if tl.load(counts + COUNT_CPU) > 0:
         seq = tl.load(state + STATE_SEQ)
         spins = 0
+        start = clock_ns()
         waiting = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
+        stalled = waiting.to(tl.int64)
         while waiting != 0:
             spins += 1
             ack = tl.load(block + AT_ACK, volatile=True)
             abort = tl.load(block + AT_ABORT, volatile=True)
             waiting = ((ack != seq) & (abort == 0) & (spins < SPINS)).to(tl.int32)
+        tl.store(totals + TOTAL_STALLS, tl.load(totals + TOTAL_STALLS) + stalled)
+        spent = totals + TOTAL_STALL_NS
+        tl.store(spent, tl.load(spent) + stalled * (clock_ns() - start))
         if tl.load(block + AT_ACK, volatile=True) != seq:
             tl.store(state + STATE_FAILED, 1)
             tl.store(block + AT_ABORT, 1)

@@ -17,7 +17,7 @@ Device state, int32 unless said:
 - ``hits``, ``fetches`` [n, 4]: slot, expert * S + slice, first pair, pairs
 - ``pair_token``, ``pair_weight`` float32, ``on_gpu`` (bit s: slice s is computed here) [T * k], by pair
 - ``pair_of`` [T * k]: pair of each id, -1 for none
-- ``totals`` int64 [8]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans
+- ``totals`` int64 [11]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans; TOTAL_*
 
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
@@ -53,6 +53,10 @@ COUNT_CPU = tl.constexpr(2)
 COUNT_PAIRS = tl.constexpr(3)
 COUNT_MISSING = tl.constexpr(4)
 COUNT_ADMITTED = tl.constexpr(5)
+# Of ``totals`` only, by other kernels: fetches' nanoseconds, waits for the CPU, their nanoseconds.
+TOTAL_FETCH_NS = tl.constexpr(8)
+TOTAL_STALLS = tl.constexpr(9)
+TOTAL_STALL_NS = tl.constexpr(10)
 
 
 @triton.jit
@@ -61,6 +65,17 @@ def fence_system():
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def clock_ns():
+    """The GPU's clock in nanoseconds, int64; 0 in the interpreter."""
+    if INTERPRETED:
+        return tl.zeros((), tl.int64)
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
 
 

@@ -18,6 +18,8 @@ from headrace.core.errors import ConfigError, InternalError
 from headrace.ops.triton.expert_plan import begin_step, expert_plan, rank_victims
 
 NUM_COUNTS = 8
+# After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them.
+NUM_TOTALS = NUM_COUNTS + 3
 NUM_STATES = 8
 NUM_COUNTERS = 3  # of an expert, cache_policy.HALF_LIVES
 NUM_CONSTANTS = 7  # before the turns
@@ -136,7 +138,7 @@ def new_plan_state(
         pair_weight=torch.zeros(g.max_uses, device=device),
         pair_of=ints(g.max_uses, value=-1),
         on_gpu=ints(g.max_uses),
-        totals=torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device),
+        totals=torch.zeros(NUM_TOTALS, dtype=torch.int64, device=device),
         block=block,
     )
 

@@ -11,6 +11,7 @@ from headrace.ops.triton.expert_launch import (
 )
 from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
+    NUM_COUNTS,
     PlanGeometry,
     PlanState,
     new_plan_state,
@@ -20,6 +21,7 @@ from headrace.ops.triton.expert_state import (
 
 __all__ = [
     "FORMATS",
+    "NUM_COUNTS",
     "ExpertLauncher",
     "PlanGeometry",
     "PlanState",
