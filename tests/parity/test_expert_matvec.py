@@ -79,7 +79,12 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
         ("mxfp4 by mma", 160, 64, 2, True, CLAMPED, 2),
         ("mxfp4", 96, 96, 3, True, CLAMPED, 1),
         ("mxfp4", 64, 64, 1, False, SILU, 2),
-        ("bf16", 48, 40, 2, True, CLAMPED, 2),
+        # Slices of an odd number of blocks, and of 18, as gpt-oss' experts have in five slices.
+        ("mxfp4 by mma", 96, 160, 5, True, CLAMPED, 1),
+        ("mxfp4", 96, 160, 5, False, SILU, 1),
+        ("mxfp4 by mma", 32, 576, 1, True, CLAMPED, 1),
+        ("mxfp4", 32, 576, 1, False, SILU, 2),
+        ("bf16", 48, 40, 5, True, CLAMPED, 2),
         ("bf16", 64, 64, 4, False, SILU, 1),
     ],
 )

@@ -61,7 +61,8 @@ def test_experts_match_float64(name: str, tokens: int, bias: bool, act):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "inner", "slices"), [(32, 32, 1), (96, 160, 5), (544, 96, 3), (2880, 960, 1)]
+    ("hidden", "inner", "slices"),
+    [(32, 32, 1), (96, 160, 5), (544, 96, 3), (2880, 960, 1), (64, 2880, 5), (2880, 576, 1)],
 )
 def test_mxfp4_in_any_shape(hidden: int, inner: int, slices: int):
     case = make_case("mxfp4", hidden=hidden, inner=inner, slices=slices, bias=True, act=CLAMPED)

@@ -100,3 +100,38 @@ def test_every_kernel_compiles_for_hopper():
     for result in results:
         assert result["shared"] <= 227 * 1024, result  # what a block may have on sm_90
         assert result["spills"] == 0, result
+
+
+PLAN_SIZES = {"L": 36, "E": 128, "S": 5, "SLOTS": 5000}
+PLAN = {
+    **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
+    "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
+    "WINDOW": 160, "WP": 256, "CHUNK": 256,
+}  # fmt: skip
+FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
+
+
+def plan_spec(kernel: str, constexprs: dict[str, object], warps: int, **options: object):
+    names = ("ids_ptr slot_of owner_of last_use victims scratch split state counts hits fetches "
+             "pair_token pair_of on_gpu block").split()  # fmt: skip
+    types = {**dict.fromkeys(names, "*i32"), **dict.fromkeys(FLOATS, "*fp32")}
+    return {
+        "kernel": f"{PACKAGE}.expert_plan:{kernel}",
+        "signature": {**types, "totals": "*i64", "layer": "i32"},
+        "constexprs": constexprs,
+        "options": {"num_warps": warps, "enable_fp_fusion": False, **options},
+    }
+
+
+def test_the_plan_compiles_for_hopper_without_fused_multiply_adds():
+    """A fused one would not round as ``cache_policy`` does. Bounds on registers as in ``plan_layer``."""
+    batch = {**PLAN, "USES": 64, "N": 64, "MAX_FETCH": 32, "SPLIT": 321}
+    results = cross_compile([
+        plan_spec("expert_plan", PLAN, 8, maxnreg=255),
+        plan_spec("expert_plan", batch, 8, maxnreg=255),
+        plan_spec("begin_step", {"ROWS": 36 * 128, "CHUNK": 256}, 4),
+        plan_spec("rank_victims", {"S": 5, "SLOTS": 5000, "MINE": 8, "CHUNK": 512}, 4),
+    ])  # fmt: skip
+    assert not [r for r in results if "error" in r]
+    for result in results:
+        assert (result["fused"], result["spills"]) == (0, 0), result

@@ -20,6 +20,10 @@ from headrace.core.kv_formats import (
 from headrace.core.model_spec import ModelSpec
 from headrace.engine.choosing import Chosen, one_of, why
 
+# Where sealed pages are served one launch at a time: steps over them are not captured in graphs yet, and
+# their kernels were checked in Triton's interpreter and by compiling them, not on a GPU (2026-11-29).
+_UNCAPTURED = frozenset({"triton"})
+
 
 @dataclass(frozen=True)
 class KVSupport:
@@ -60,7 +64,10 @@ def choose_kv(
     usable = frozenset(n for n in FORMATS if _obstacle(FORMATS[n], spec, support, backend) is None)
     if given == "auto":
         rank = 0 if support.directions is None else MAX_RANK
-        name, reason = smallest_that_holds(spec.family, rank=rank, usable=usable)
+        fitting = usable
+        if backend in _UNCAPTURED:
+            fitting = frozenset(n for n in usable if not FORMATS[n].sealed)
+        name, reason = smallest_that_holds(spec.family, rank=rank, usable=fitting)
         reason = f"auto: {reason}"
     else:
         name = given or default[0]
@@ -75,11 +82,16 @@ def choose_kv(
         )
     chosen("kv_format", name, reason)
     warnings: tuple[str, ...] = ()
+    if made.sealed and backend in _UNCAPTURED:
+        warnings = (
+            f"--kv-format {name} on a GPU decodes without CUDA graphs, slower than bf16, with kernels "
+            "that have not been measured on one",
+        )
     rank = 0
     if made.max_rank:
         if support.directions is None:
             reason = "no residual directions are stored for these weights"
-            warnings = (
+            warnings += (
                 f"{name} without residual scalars, which is less accurate: {reason}; "
                 f"`headrace calibrate {config.model}` measures them once",
             )

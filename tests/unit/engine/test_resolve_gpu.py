@@ -6,6 +6,7 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.engine.kv_choice import KVSupport
 from headrace.engine.resolve import GpuSupport, resolve
 from headrace.engine.vram_plan import CONTEXT_NBYTES, VramPlan, dense_nbytes
 from headrace.experts.slab import slab_layout
@@ -83,6 +84,21 @@ def test_a_dense_model_on_a_large_gpu():
     assert all(c.reason for c in made.choices)
     assert {"device", "dense_format", "kv_format", "vram_budget", "vram", "experts"} <= set(names)
     assert made.plan.kv_nbytes == 0
+
+
+def test_sealed_caches_on_a_gpu_are_for_who_asks_for_them():
+    """They decode without graphs there, so auto leaves them alone, and a choice by name is warned of."""
+    kv = KVSupport(frozenset({"triton", "cpu"}), "directions")
+
+    def made(kv_format):
+        of = smollm2()
+        config = EngineConfig("m", kv_format=kv_format)
+        return resolve(config, of, machine(), GB, sizes=sizes(of), gpu=READY, kv=kv)
+
+    assert made("auto").kv_format == "bf16"
+    assert not any("graphs" in w for w in made("auto").warnings)
+    assert made("fp8").kv_format == "fp8"
+    assert any("without CUDA graphs" in w for w in made("fp8").warnings)
 
 
 def test_the_cpu_serves_where_no_gpu_can():

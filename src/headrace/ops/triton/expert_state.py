@@ -29,6 +29,8 @@ RANK_MINE = 8
 RANK_CHUNK = 512
 BEGIN_CHUNK = 256  # experts
 LEAST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 16
+# One program is alone on its multiprocessor; left to itself ptxas spills at 32 registers.
+REGISTERS_OF_SM, MOST_REGISTERS = 65536, 255
 MOST_SLICES = 31  # ``on_gpu`` is an int32 with a bit for each
 SMALLEST_AXIS = 2  # Triton's scans want more than one element
 
@@ -160,6 +162,7 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
     """Plan one layer. ids: int32 [T, k]; weights: float32 [T, k]; both contiguous."""
     g, uses = state.geometry, ids.numel()
     size = _power_of_two(uses)
+    warps = _plan_warps(size, _chunk(g.window))
     block = state.counts if state.block is None else state.block
     expert_plan[(1,)](
         ids, weights, state.slot_of, state.owner_of, state.counters, state.values, state.last_use,
@@ -169,7 +172,8 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
         g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
         _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
-        num_warps=_plan_warps(size, _chunk(g.window)), enable_fp_fusion=False,
+        num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
