@@ -10,12 +10,10 @@
 #include <thread>
 #include <vector>
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
-
+#include "affinity.h"
 #include "dispatch.h"
 #include "kernels.h"
+#include "spin.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -27,25 +25,6 @@ namespace {
 constexpr int64_t kPiece = 256 * 1024;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-inline void relax() {
-#if defined(__x86_64__) || defined(_M_X64)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-void stay_on(int cpu) {
-#if defined(__linux__)
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(static_cast<size_t>(cpu), &set);
-  sched_setaffinity(0, sizeof set, &set);  // refused: then the scheduler places the thread
-#else
-  (void)cpu;
-#endif
-}
 
 // Each of `threads` threads reads its own part of the range again and again for `seconds`; bytes a
 // second over all. They start together, and bytes count up to the moment when the time is over.

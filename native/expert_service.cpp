@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <thread>
 
+#include "affinity.h"
 #include "spin.h"
 
 #if defined(__linux__)
-#include <sched.h>
 #include <sys/prctl.h>
 #endif
 
@@ -26,15 +26,8 @@ double seconds(Clock::duration d) { return std::chrono::duration<double>(d).coun
 void pin(const std::vector<int>& cpus, int worker) {
 #if defined(__linux__)
   prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);  // a nap of 50 us should not take 100
-  if (cpus.empty()) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(static_cast<size_t>(cpus[static_cast<size_t>(worker)]), &set);
-  sched_setaffinity(0, sizeof set, &set);  // a CPU that was taken away since is no reason to stop
-#else
-  (void)cpus;
-  (void)worker;
 #endif
+  if (!cpus.empty()) stay_on(cpus[static_cast<size_t>(worker)]);
 }
 
 }  // namespace

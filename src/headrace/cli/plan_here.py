@@ -6,8 +6,6 @@ A rate that nobody measured is the catalogue's peak of the same chip, and says s
 from __future__ import annotations
 
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -17,7 +15,6 @@ from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile import GpuProfile, HostProfile, LinkProfile, MachineProfile, Rate
 from headrace.machine.profile_store import find_profile, machine_key, profiles_folder
 
-READ_NBYTES = 128 * 2**20  # larger than last-level caches of desktops, and read in some 10 ms
 PASSES = 2
 # Float32 operations a cycle and core: two 256-bit multiply-add units. Estimate for what is not Apple.
 FLOPS_A_CYCLE, CLOCK_HZ = 32, 3e9
@@ -33,7 +30,9 @@ def this_machine() -> MachineProfile:
         return complete(stored)
     if (folder / key.file_name).exists():
         note(f"the stored profile is not used: {about}")
-    return describe(machine, dram_read_gbps(len(machine.cpu.affinity)))
+    from headrace.machine.dram_probe import dram_read_gbps  # NumPy, only where nothing is stored
+
+    return describe(machine, dram_read_gbps(len(machine.cpu.affinity), passes=PASSES))
 
 
 def complete(profile: MachineProfile) -> MachineProfile:
@@ -129,18 +128,3 @@ def part_of(gpu_name: str) -> Part | None:
     if best is not None and here & _OTHER_CHIP - words(best.title):
         return None
     return best
-
-
-def dram_read_gbps(threads: int) -> float:
-    """Bytes a second that so many threads read, in GB/s: the best of a few passes."""
-    import numpy as np
-
-    words = np.ones(READ_NBYTES // 8, dtype=np.int64)
-    pieces = np.array_split(words, 4 * max(1, threads))
-    best = float("inf")
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        for _ in range(PASSES):
-            start = time.perf_counter()
-            list(pool.map(np.max, pieces))
-            best = min(best, time.perf_counter() - start)
-    return READ_NBYTES / best / 1e9

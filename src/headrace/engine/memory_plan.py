@@ -38,9 +38,9 @@ class MemoryPlan:
     def describe(self) -> str:
         """One line with every part."""
         return (
-            f"weights {_mb(self.weights_nbytes)} + KV {_mb(self.kv_nbytes)} + workspace "
-            f"{_mb(self.workspace_nbytes)} + reserve {_mb(self.reserve_nbytes)} = "
-            f"{_mb(self.total_nbytes)} of {_mb(self.budget_nbytes)}"
+            f"weights {megabytes(self.weights_nbytes)} + KV {megabytes(self.kv_nbytes)} + workspace "
+            f"{megabytes(self.workspace_nbytes)} + reserve {megabytes(self.reserve_nbytes)} = "
+            f"{megabytes(self.total_nbytes)} of {megabytes(self.budget_nbytes)}"
         )
 
     def require_fit(self, hint: str) -> None:
@@ -51,7 +51,7 @@ class MemoryPlan:
         """
         if self.headroom_nbytes < 0:
             raise DoesNotFitError(
-                f"the model does not fit: {self.describe()} ({_mb(-self.headroom_nbytes)} missing)",
+                f"the model does not fit: {self.describe()} ({megabytes(-self.headroom_nbytes)} missing)",
                 hint=hint,
             )
 
@@ -91,5 +91,6 @@ def workspace_nbytes(
     return elements * f32
 
 
-def _mb(nbytes: int) -> str:
+def megabytes(nbytes: int) -> str:
+    """As plans print bytes."""
     return f"{nbytes / 1e6:,.0f} MB"

@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 import numpy as np
 import numpy.typing as npt
 
+from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.probe import Machine
 from headrace.machine.profile import GpuProfile, HostProfile, LinkProfile, MachineProfile, Rate
-from headrace.machine.profile_store import find_profile, machine_key, profiles_folder
-from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps
+from headrace.machine.profile_store import profile_of
+from headrace.machine.quick_probe import pcie_h2d_gbps
 
 _PRODUCT = 1024  # rows and columns of the product that shows the CPU's arithmetic
 
@@ -24,8 +25,7 @@ def this_machine(machine: Machine, threads: int) -> MachineProfile:
     Takes a quarter of a second where nothing was measured before.
     """
     gpu = machine.gpus[0] if machine.gpus else None
-    key = machine_key(machine.cpu, gpu.name if gpu else None)
-    found, _ = find_profile(key, profiles_folder())
+    found, _ = profile_of(machine)
     if found is None:
         found = MachineProfile(
             name=machine.cpu.model,
@@ -57,7 +57,7 @@ def measured_rate(value: float, unit: str, how: str) -> Rate:
 def _quick_rates(profile: MachineProfile, threads: int) -> dict[str, Rate]:
     rates: dict[str, Rate] = {}
     if "dram_read" not in profile.rates:
-        best = max(dram_read_gbps(threads) for _ in range(3))
+        best = dram_read_gbps(threads, passes=3)
         rates["dram_read"] = measured_rate(best, "GB/s", f"a read of 192 MiB, {threads} threads")
     if "cpu_flops_f32" not in profile.rates:
         how = f"float32 product of {_PRODUCT} x {_PRODUCT}, NumPy's BLAS"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headrace.core.errors import DoesNotFitError
 from headrace.core.model_spec import ModelSpec
 from headrace.core.weight_shapes import num_parameters
-from headrace.engine.memory_plan import workspace_nbytes
+from headrace.engine.memory_plan import megabytes, workspace_nbytes
 
 ELEMENT_NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
@@ -65,8 +65,8 @@ class VramPlan:
             ("CUDA", self.context_nbytes),
             ("reserve", self.reserve_nbytes),
         )
-        listed = " + ".join(f"{name} {_mb(nbytes)}" for name, nbytes in parts if nbytes)
-        return f"{listed} = {_mb(self.total_nbytes)} of {_mb(self.budget_nbytes)} of GPU memory"
+        listed = " + ".join(f"{name} {megabytes(nbytes)}" for name, nbytes in parts if nbytes)
+        return f"{listed} = {megabytes(self.total_nbytes)} of {megabytes(self.budget_nbytes)} of GPU memory"
 
     def require_fit(self, hint: str) -> None:
         """Refuse a plan that exceeds the budget.
@@ -77,7 +77,7 @@ class VramPlan:
         if self.headroom_nbytes < 0:
             raise DoesNotFitError(
                 f"the model does not fit the GPU: {self.describe()} "
-                f"({_mb(-self.headroom_nbytes)} missing)",
+                f"({megabytes(-self.headroom_nbytes)} missing)",
                 hint=hint,
             )
 
@@ -116,7 +116,3 @@ def graphs_nbytes(spec: ModelSpec, *, max_num_seqs: int) -> int:
     rows = min(max_num_seqs, 16)
     step = gpu_workspace_nbytes(spec, context=0, max_batch_tokens=rows, max_num_seqs=rows)
     return step + 4 * rows * spec.vocab
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB"

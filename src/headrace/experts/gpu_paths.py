@@ -34,7 +34,7 @@ class GpuPaths:
         store: its pinned layers can be fetched.
         fields: the request block's; block: its memory, uint8, pinned; None without a CPU service.
         max_tokens: of a decoding step; the block's if None.
-        tuning: ``ops.triton.experts.Tuning``; the measured one if None.
+        tuning: ``ops.triton.expert_launch.Tuning``; the measured one if None.
     """
 
     def __init__(

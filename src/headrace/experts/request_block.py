@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
+from headrace.experts.slab import round_up
 
 CACHE_LINE = 64
 HEADER_INTS = 16
@@ -84,10 +85,14 @@ def request_block(
     max_pairs = max_tokens * top_k
     max_items = min(max_pairs, num_experts) * num_slices
     items = 3 * CACHE_LINE + 4 * HEADER_INTS
-    pair_token = _up(items + 4 * ITEM_INTS * max_items)
-    pair_weight = _up(pair_token + 4 * max_pairs)
-    x = _up(pair_weight + 4 * max_pairs)
-    out = _up(x + 4 * max_tokens * hidden)
+
+    def line(offset: int) -> int:
+        return round_up(offset, CACHE_LINE)
+
+    pair_token = line(items + 4 * ITEM_INTS * max_items)
+    pair_weight = line(pair_token + 4 * max_pairs)
+    x = line(pair_weight + 4 * max_pairs)
+    out = line(x + 4 * max_tokens * hidden)
     return RequestBlock(
         max_tokens=max_tokens,
         max_items=max_items,
@@ -98,9 +103,5 @@ def request_block(
         pair_weight=pair_weight,
         x=x,
         out=out,
-        nbytes=_up(out + 4 * max_tokens * hidden),
+        nbytes=line(out + 4 * max_tokens * hidden),
     )
-
-
-def _up(offset: int) -> int:
-    return -(-offset // CACHE_LINE) * CACHE_LINE

@@ -158,7 +158,7 @@ def slab_layout(
         num_slices=num_slices,
         has_bias=has_bias,
         parts=tuple(parts.found),
-        slice_nbytes=_up(parts.end, SLICE_ALIGNMENT),
+        slice_nbytes=round_up(parts.end, SLICE_ALIGNMENT),
     )
 
 
@@ -171,7 +171,7 @@ class _Parts:
 
     def add(self, name: str, rows: int, row_nbytes: int) -> None:
         self.found.append(SlabPart(name, self.end, rows, row_nbytes))
-        self.end = _up(self.end + rows * row_nbytes, PART_ALIGNMENT)
+        self.end = round_up(self.end + rows * row_nbytes, PART_ALIGNMENT)
 
 
 def _units(intermediate: int, block: int, block_factors: bool) -> tuple[int, int]:
@@ -204,5 +204,6 @@ def _nearest_count(blocks: int) -> int:
     return min(divisors, key=lambda n: (abs(n - PREFERRED_SLICES), n))
 
 
-def _up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below ``value``."""
     return -(-value // multiple) * multiple

@@ -36,8 +36,8 @@ from headrace.checkpoint.mapped import MappedFile
 from headrace.core.errors import CheckpointError, DoesNotFitError
 from headrace.experts.slab import SLICE_ALIGNMENT, SlabLayout
 from headrace.experts.slab_load import Loader
+from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.pages import address_of, drop
-from headrace.machine.quick_probe import dram_read_gbps
 from headrace.ops.records import ExpertWeights
 
 log = logging.getLogger(__name__)

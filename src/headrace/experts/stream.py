@@ -195,7 +195,7 @@ class StreamPrefill:
         Raises:
             ConfigError: the layer cannot be fetched, and the chunk is too long for the CPU.
         """
-        can_fetch = bool(self._shape.max_fetch) and (self._on_host or self._store.pinned(layer))
+        can_fetch = self._can_fetch(layer)
         able = self._cpu is not None and num_tokens <= self._cpu.max_tokens
         if not (can_fetch or able) and missing:
             most = self._cpu.max_tokens if self._cpu is not None else 0

@@ -21,7 +21,8 @@ from typing import Literal
 from headrace.core.kv_formats import FORMATS as KV_FORMATS
 from headrace.core.plan_spec import AttentionKind, PlanSpec
 from headrace.explain import leaf
-from headrace.explain.cost import Work
+from headrace.explain.catalogue.functions import distinct
+from headrace.explain.cost import Work, on_cpu
 
 ACTIVATION_NBYTES = 2  # bfloat16 rows between kernels
 _HEAD = 128  # of a typical model; the share of scales does not depend on it
@@ -87,11 +88,6 @@ class Leaf:
     work: Work
     path: Path
     blocks: int = 0
-
-
-def distinct_experts(num_experts: int, chosen: int, tokens: int) -> float:
-    """Experts of a layer that ``tokens`` tokens use, under uniform routing."""
-    return num_experts * (1 - (1 - chosen / num_experts) ** tokens)
 
 
 def step_leaves(spec: PlanSpec, shape: StepShape, placement: Placement) -> list[Leaf]:
@@ -212,7 +208,7 @@ class _Builder:
             layers * spec.router_weights, "router", spec.num_experts, spec.hidden, tokens
         )
         found = self.split(leaf.ROUTER, layers, router)
-        used = layers * distinct_experts(spec.num_experts, spec.num_experts_per_token, tokens)
+        used = layers * distinct(spec.num_experts, spec.num_experts_per_token, tokens)
         hit = place.hit_rate if place.gpu else 0.0
         fetched = (1 - hit) * place.fetch_share if place.gpu else 0.0
         missed = 1 - hit - fetched
@@ -265,12 +261,6 @@ class _Builder:
 # GPU -> CPU thread -> GPU through a flag in pinned memory, inside a graph: 3.7 us (2026-11-29, H200
 # machine, PCIe 5).
 FLAG_S = 3.7e-6
-
-
-def on_cpu(work: Work) -> Work:
-    """Work of the GPU, done by the CPU out of host memory."""
-    flops = sum(work.tensor_flops.values()) + work.vector_flops + work.special_ops
-    return Work(cpu_flops={"f32": flops}, dram_nbytes=work.hbm_nbytes)
 
 
 def _mean_length(shape: StepShape) -> float:

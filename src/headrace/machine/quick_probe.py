@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from headrace.machine.pages import HostBlock
+from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.probe import Machine
 from headrace.machine.profile import Rate
 from headrace.machine.profile_store import profile_of
 
-# Larger than last-level caches of desktop CPUs (Zen X3D: 96 MB), small enough to touch in no time.
-_DRAM_NBYTES = 192 << 20
-_PIECE_NBYTES = 2 << 20
 _PCIE_NBYTES = 64 << 20
 
 
@@ -40,28 +34,6 @@ def starting_rates(machine: Machine, threads: int) -> tuple[Mapping[str, Rate], 
         for name, value in probed.items()
         if value is not None
     }, True
-
-
-def dram_read_gbps(threads: int, nbytes: int = _DRAM_NBYTES) -> float:
-    """DRAM read rate in GB/s (10^9 bytes a second), NumPy's maximum as the read loop: one pass."""
-    block = HostBlock(nbytes)
-    words: npt.NDArray[np.int64] = block.bytes.view(np.int64)
-    step = _PIECE_NBYTES // 8
-
-    def write(first: int) -> None:
-        words[first : first + step] = 1
-
-    def read(first: int) -> int:
-        return int(words[first : first + step].max())
-
-    pieces = range(0, len(words), step)
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, pieces))
-        start = time.perf_counter()
-        list(pool.map(read, pieces))
-        spent = time.perf_counter() - start
-    block.release()
-    return nbytes / spent / 1e9
 
 
 def pcie_h2d_gbps(nbytes: int = _PCIE_NBYTES) -> float | None:

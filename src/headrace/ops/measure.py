@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.gpu_rates import device_properties
 from headrace.machine.pages import HostBlock
-from headrace.machine.quick_probe import dram_read_gbps
 from headrace.ops.registry import unavailable_reason
 
 # threads, CPUs to keep them on (none: where the system likes), seconds -> GB/s

@@ -188,7 +188,7 @@ def test_a_damaged_profile_is_not_passed_over_in_silence(tmp_path, monkeypatch, 
     monkeypatch.setenv("HEADRACE_PROFILES", str(tmp_path))
     probed = machine_with("NVIDIA GeForce RTX 4090")
     monkeypatch.setattr(plan_here, "probe_machine", lambda **_: probed)
-    monkeypatch.setattr(plan_here, "dram_read_gbps", lambda _: 60.0)
+    monkeypatch.setattr("headrace.machine.dram_probe.dram_read_gbps", lambda _, passes: 60.0)
     key = machine_key(probed.cpu, probed.gpus[0].name)
     (tmp_path / key.file_name).write_text("{", "utf-8")
     assert plan_here.this_machine().rates["dram_read"].value == 60

@@ -9,6 +9,7 @@ import pytest
 from headrace.core.config_library import bundled_model
 from headrace.core.plan_spec import AttentionKind
 from headrace.explain import leaf
+from headrace.explain.catalogue.functions import distinct
 from headrace.explain.engine_model import engine_model, engine_models
 from headrace.explain.step_cost import (
     KV_BITS,
@@ -16,7 +17,6 @@ from headrace.explain.step_cost import (
     Placement,
     StepShape,
     _pairs,
-    distinct_experts,
     step_leaves,
 )
 from headrace.explain.step_time import step_time
@@ -77,9 +77,9 @@ def test_pairs_against_counting():
 
 
 def test_distinct_experts():
-    assert distinct_experts(128, 4, 1) == pytest.approx(4)
-    assert distinct_experts(128, 4, 10_000) == pytest.approx(128)
-    assert distinct_experts(8, 2, 2) == pytest.approx(8 * (1 - (6 / 8) ** 2))
+    assert distinct(128, 4, 1) == pytest.approx(4)
+    assert distinct(128, 4, 10_000) == pytest.approx(128)
+    assert distinct(8, 2, 2) == pytest.approx(8 * (1 - (6 / 8) ** 2))
 
 
 def test_misses_are_shared_between_link_and_cpu():

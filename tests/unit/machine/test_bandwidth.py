@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from headrace.machine.bandwidth import HostLoads, Load, Measurement
+from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.link import link_peak_gbps, read_link
 from headrace.machine.peaks import published_peaks
 from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile import GpuProfile, LinkProfile, MachineProfile
 from headrace.machine.profile_store import machine_key, profiles_folder, save_profile
-from headrace.machine.quick_probe import dram_read_gbps, pcie_h2d_gbps, starting_rates
+from headrace.machine.quick_probe import pcie_h2d_gbps, starting_rates
 from tests.fixtures.fake_host import smt_cores, write, write_meminfo, write_topology
 
 
