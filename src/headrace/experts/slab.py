@@ -32,7 +32,8 @@ PART_ALIGNMENT = 64  # a cache line, and what wide loads on both sides like best
 SLICE_ALIGNMENT = 4096  # a page: slices can be pinned, mapped from a file and copied alone
 # Slices for an expert, if its dimensions allow: finer steps of the split against more bookkeeping. With
 # whole slices a layer's two paths end up to half a slice's time apart. Simulated for experts of 2880 x
-# 2880 in MXFP4, links of 44 and CPUs of 63 GB/s and 24% hits, 5 slices take 7.1 ms a token, 3 take 7.6.
+# 2880 in MXFP4, links of 44 and CPUs of 63 GB/s and 24% hits, 5 slices take 7.1 ms a token, 3 take
+# 7.5 (benchmarks/residency/slices.py).
 PREFERRED_SLICES = 5
 
 # Formats whose scales are a part of their own: weights that share one byte of scale.
