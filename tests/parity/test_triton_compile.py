@@ -123,7 +123,7 @@ def test_expert_kernels_compile(capability: int):
         spec("expert_halves", "halves_down", {**SLICE, "WARPS_K": 1}, **LISTS),
         spec(
             "expert_halves", "halves_prepare",
-            {"AT_X": 4, "HIDDEN": 2880, "COLS": 256, "HAS_CPU": True}, **LISTS,
+            {"AT_X": 4, "HIDDEN": 2880, "COLS": 256, "HAS_CPU": True, "PDL": True}, **LISTS,
         ),
     ]  # fmt: skip
     results = cross_compile(specs, capability)
@@ -144,7 +144,7 @@ PLAN_SIZES = {"L": 36, "E": 128, "S": 5, "SLOTS": 5000}
 PLAN = {
     **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
     "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
-    "WINDOW": 160, "WP": 256, "CHUNK": 256,
+    "WINDOW": 160, "WP": 256, "CHUNK": 256, "PDL": True,
 }  # fmt: skip
 FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
 

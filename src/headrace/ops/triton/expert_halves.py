@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, gated, power_of_two, store_partial
+from headrace.ops.triton.overlap import wait, wait_and_release
 
 TILE_BLOCKS = tl.constexpr(4)  # blocks of a row that a warp takes at once
 TILE_WORDS = tl.constexpr(16)
@@ -240,9 +241,7 @@ def halves_gate_up(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice columns] = act(gate x, up x) as halves, for the ``counts[WHICH]`` entries."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
     groups: tl.constexpr = 8 * WARPS
     columns: tl.constexpr = groups // WARPS_K
     rows: tl.constexpr = 2 * columns
@@ -319,8 +318,7 @@ def halves_down(
         piece = tl.load(entry + 1) % S
         last = first + tl.load(entry + 3)
         r = row + tl.arange(0, columns)[None, :] * 2 + tl.arange(0, 2)[:, None]
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        wait_and_release(PDL)
         for pair in range(first, last):
             own = h_halves + pair * (2 * S * WIDTH) + piece * WIDTH
             y = _rows_product(
@@ -335,18 +333,18 @@ def halves_down(
         entry = entries + (item // num_tiles) * 4
         slot = tl.load(entry, mask=item < total, other=0)
         first = tl.load(entry + 2, mask=item < total, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()  # programs without work, too: what follows may rely on all before
+    wait(PDL)  # programs without work, too: what follows may rely on all before
 
 
 @triton.jit
 def halves_prepare(
     x, halves, block, AT_X: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
-    HAS_CPU: tl.constexpr,
+    HAS_CPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Give every row of x to the CPU (float32) and to the next kernels (halves)."""
     token = tl.program_id(0)
     at = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    wait_and_release(PDL)
     row = tl.load(x + token * HIDDEN + at, mask=at < HIDDEN, other=0.0)
     if HAS_CPU:
         target = block.to(tl.pointer_type(tl.float32)) + AT_X + token * HIDDEN

@@ -178,7 +178,7 @@ class ExpertLauncher:
         if self._by_halves:
             halves_prepare[(x.shape[0], -(-self._geometry.hidden // PREPARE_COLS))](
                 x, self._planes, self._block, self._request.x, self._geometry.hidden, PREPARE_COLS,
-                self._has_cpu, num_warps=1,
+                self._has_cpu, self._overlap > 0, num_warps=1, launch_pdl=self._overlap > 0,
             )  # fmt: skip
             return
         expert_prepare[(x.shape[0],)](
@@ -292,7 +292,8 @@ class ExpertLauncher:
         block = s.counts if s.block is None else s.block.view(torch.float32)
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
             self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
-            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS, num_warps=4,
+            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
+            self._overlap > 0, num_warps=4, launch_pdl=self._overlap > 0,
         )  # fmt: skip
         return out
 
