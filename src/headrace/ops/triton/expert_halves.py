@@ -128,17 +128,17 @@ def _block_products(
         i = tl.arange(0, 2 * GROUPS)
         word = tl.arange(0, TILE_WORDS)
         column = i % 8
-        block = ((TILE * WARPS_K + (i % GROUPS) // groups) * TILE_BLOCKS)[:, None] + (word // 4)[
-            None, :
-        ]
+        block = ((i % GROUPS) // groups * TILE_BLOCKS)[:, None] + (word // 4)[None, :]
         # Rows of index 1 take the second 4 of 8 words.
         part = (column % 2) * (STRIDE // 2) + (i // GROUPS) * 4
-        at = part[:, None] + block * 16 + (word % 4)[None, :]
+        # Constants are added to pointers, not to 32-bit offsets: they end up in the instructions.
+        own = words + (part[:, None] + block * 16 + (word % 4)[None, :])
+        tile: tl.constexpr = TILE * WARPS_K * TILE_BLOCKS
         mine = (column // 2)[:, None] == (word // 4)[None, :]
-        if (TILE + 1) * WARPS_K * TILE_BLOCKS > K // BLOCK:
-            mine = mine & (block < K // BLOCK)
-        x = tl.load(words + at, mask=mine, other=0)
-        y = tl.load(words + at + 8, mask=mine, other=0)
+        if tile + WARPS_K * TILE_BLOCKS > K // BLOCK:
+            mine = mine & (block < K // BLOCK - tile)
+        x = tl.load(own + tile * 16, mask=mine, other=0)
+        y = tl.load(own + (tile * 16 + 8), mask=mine, other=0)
         w0, w1, w2, w3 = _words(tl.reshape(w, [2, GROUPS, 16]), GROUPS)
         x0, x1, x2, x3 = _words(tl.reshape(x, [2, GROUPS, 16]), GROUPS)
         y0, y1, y2, y3 = _words(tl.reshape(y, [2, GROUPS, 16]), GROUPS)
@@ -162,20 +162,20 @@ def _tile(
     i = tl.arange(0, 2 * GROUPS)
     q = i % GROUPS
     r = row + (q % groups) * 2 + i // GROUPS
-    part = (TILE * WARPS_K + q // groups) * TILE_BLOCKS
+    part = q // groups * TILE_BLOCKS
     at = part[:, None] * 4 + tl.arange(0, TILE_WORDS)[None, :]
     b = part[:, None] + tl.arange(0, TILE_BLOCKS)[None, :]
-    whole: tl.constexpr = (TILE + 1) * WARPS_K * TILE_BLOCKS <= K // BLOCK
-    if whole and num_rows % ROWS == 0:
-        w = tl.load(codes + r[:, None] * (K // 8) + at, eviction_policy="evict_first")
-        e = tl.load(scales + r[:, None] * scale_stride + b)
+    tile: tl.constexpr = TILE * WARPS_K * TILE_BLOCKS
+    code = codes + (r[:, None] * (K // 8) + at)
+    scale = scales + (r[:, None] * scale_stride + b)
+    if tile + WARPS_K * TILE_BLOCKS <= K // BLOCK and num_rows % ROWS == 0:
+        w = tl.load(code + tile * 4, eviction_policy="evict_first")
+        e = tl.load(scale + tile)
     else:
-        ok = (r < num_rows)[:, None]
-        w = tl.load(
-            codes + r[:, None] * (K // 8) + at, mask=ok & (at < K // 8), other=0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        e = tl.load(scales + r[:, None] * scale_stride + b, mask=ok & (b < K // BLOCK), other=0)
+        ok = (r < num_rows)[:, None] & (b < K // BLOCK - tile)
+        some = (r < num_rows)[:, None] & (at < K // 8 - tile * 4)
+        w = tl.load(code + tile * 4, mask=some, other=0, eviction_policy="evict_first")
+        e = tl.load(scale + tile, mask=ok, other=0)
     return w, e
 
 
