@@ -183,9 +183,8 @@ def part_nbytes(layout: SlabLayout, name: str) -> int:
 # What differs from the tuning in use.
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"overlap": 0},
-    {"overlap": 2},
-    {"tensor_cores": False, "gate_up_registers": None},
+    {"overlap": False},
+    {"tensor_cores": False},
 ]
 
 

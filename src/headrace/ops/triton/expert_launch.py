@@ -87,8 +87,8 @@ class Tuning:
 
     # MXFP4 by float16 mma instead of dp4a.
     tensor_cores: bool = True
-    # Hopper and later. 1: down fetches weights while gate and up end; 2: gate and up start early, too.
-    overlap: int = 1
+    # Hopper and later: kernels start while those before end, and down fetches its weights meanwhile.
+    overlap: bool = True
     halves_warps: int = 4
     most_programs: int = 64
     gate_up_programs: int = 2
@@ -96,7 +96,7 @@ class Tuning:
     gate_up_tile: int = (
         16  # dp4a: rows; a multiple of 16, since eight results are quantised together
     )
-    gate_up_registers: int | None = 128  # four programs on a multiprocessor; 130 without a bound
+    gate_up_registers: int | None = None
     down_programs: int = 5
     down_warps: int = 4
     down_tile: int = 16  # dp4a
@@ -139,7 +139,7 @@ class ExpertLauncher:
         self._act, self._request = act, request
         self._sms = multiprocessors or _multiprocessors(arena.device)
         self._mxfp4 = geometry.format == "mxfp4"
-        self._overlap = self.tuning.overlap if can_overlap(arena.device) else 0
+        self._overlap = self.tuning.overlap and can_overlap(arena.device)
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
         self._allocate()
@@ -178,7 +178,7 @@ class ExpertLauncher:
         if self._by_halves:
             halves_prepare[(x.shape[0], -(-self._geometry.hidden // PREPARE_COLS))](
                 x, self._planes, self._block, self._request.x, self._geometry.hidden, PREPARE_COLS,
-                self._has_cpu, self._overlap > 0, num_warps=1, launch_pdl=self._overlap > 0,
+                self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
             )  # fmt: skip
             return
         expert_prepare[(x.shape[0],)](
@@ -223,8 +223,7 @@ class ExpertLauncher:
             halves_gate_up[self._programs(entries, 2 * g.width, split, warps)](
                 self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
                 g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
-                *gate, split, warps, self._overlap > 0, num_warps=warps, maxnreg=t.gate_up_registers,
-                launch_pdl=self._overlap > 1,
+                *gate, split, warps, self._overlap, num_warps=warps, maxnreg=t.gate_up_registers,
             )  # fmt: skip
         elif self._mxfp4:
             mxfp4_gate_up[grid](
@@ -250,8 +249,8 @@ class ExpertLauncher:
             halves_down[self._programs(entries, g.hidden, split, warps)](
                 self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
                 g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
-                split, warps, self._overlap > 0, num_warps=warps, maxnreg=t.down_registers,
-                launch_pdl=self._overlap > 0,
+                split, warps, self._overlap, num_warps=warps, maxnreg=t.down_registers,
+                launch_pdl=self._overlap,
             )  # fmt: skip
         elif self._mxfp4:
             mxfp4_down[grid](
@@ -293,7 +292,7 @@ class ExpertLauncher:
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
             self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
             s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
-            self._overlap > 0, num_warps=4, launch_pdl=self._overlap > 0,
+            self._overlap, num_warps=4, launch_pdl=self._overlap,
         )  # fmt: skip
         return out
 

@@ -104,7 +104,7 @@ def expert_plan(
     ranking looked at together."""
     i = tl.arange(0, N)
     piece = tl.arange(0, SP)[None, :]
-    # No release: what follows would take the registers that a fetch beside it needs.
+    # No release: early, what follows would take the registers that a fetch beside it needs.
     wait(PDL)
     e = tl.load(ids_ptr + i, mask=i < USES, other=-1)
     weight = tl.load(weights_ptr + i, mask=i < USES, other=0.0)
