@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import InternalError, UnsupportedModelError
-from headrace.experts.slab import SlabLayout, slab_format, slab_layout
+from headrace.core.numeric import FORMATS
+from headrace.experts.slab import SCALES_AT, SlabLayout, scale_bytes, slab_format, slab_layout
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import ExpertWeights
 
@@ -75,11 +76,11 @@ def write_slab(experts: ExpertWeights, index: int, layout: SlabLayout, out: torc
     _check(down, (layout.hidden, layout.intermediate), layout.down_format)
     slab = _Slab(layout, out)
     for place, matrix in enumerate((gate, up)):
-        for suffix, data in _planes(matrix).items():
+        for suffix, data in row_planes(matrix).items():
             part = slab.rows("gate_up" + suffix)  # [slices, 2 * width, bytes]
             # Split by rows: a slice takes `width` of them, gate and up in turn.
             part[:, place::2] = data.reshape(layout.num_slices, layout.width, -1)
-    for suffix, data in _planes(down).items():
+    for suffix, data in row_planes(down).items():
         part = slab.rows("down" + suffix)  # [slices, hidden, bytes]
         part[...] = data.reshape(layout.hidden, layout.num_slices, -1).swapaxes(0, 1)
     _write_factors(slab, gate, up, down)
@@ -88,8 +89,9 @@ def write_slab(experts: ExpertWeights, index: int, layout: SlabLayout, out: torc
 
 
 def slice_weights(slab: torch.Tensor, layout: SlabLayout, index: int) -> ExpertWeights:
-    """Slice ``index`` of a slab as one expert with ``width`` columns, as views: nothing is copied.
+    """Slice ``index`` of a slab as one expert with ``width`` columns.
 
+    Views: nothing is copied but blocks whose scales lie apart in slabs, which are joined.
     slab: uint8 [num_slices, slice_nbytes]. The down bias is zero in all slices but the first.
     """
     return _view(slab[index : index + 1], layout)
@@ -154,16 +156,37 @@ def _check(matrix: PackedTensor, shape: tuple[int, int], fmt: str) -> None:
         )
 
 
-def _planes(matrix: PackedTensor) -> dict[str, Bytes]:
+def row_planes(matrix: PackedTensor) -> dict[str, Bytes]:
     """The bytes of a matrix by the suffix of the part that holds them, each [rows, bytes of a row]."""
     if matrix.format == "mxfp4_gguf":
         return _from_gguf(_bytes(matrix.parts["blocks"]))
     if matrix.format in _CODES_APART:
         return {"": _bytes(matrix.parts["codes"]), "_scales": _bytes(matrix.parts["scales"])}
+    if matrix.format in SCALES_AT:
+        return _cut(_bytes(matrix.parts["blocks"]), matrix.format)
     name = (
         "data" if matrix.format in _FLOATS else "codes" if matrix.format == "fp8_e4m3" else "blocks"
     )
     return {"": _bytes(matrix.parts[name])}
+
+
+def _cut(blocks: Bytes, fmt: str) -> dict[str, Bytes]:
+    """Blocks of codes and scales, cut in two."""
+    first, last = scale_bytes(fmt)
+    split = blocks.reshape(blocks.shape[0], -1, FORMATS[fmt].block_nbytes)
+    codes = split[..., last:] if first == 0 else split[..., :first]
+    rows = blocks.shape[0]
+    return {"": codes.reshape(rows, -1), "_scales": split[..., first:last].reshape(rows, -1)}
+
+
+def _joined(codes: torch.Tensor, scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    """The inverse, a copy."""
+    first, last = scale_bytes(fmt)
+    rows, size = codes.shape[0], FORMATS[fmt].block_nbytes
+    body = codes.reshape(rows, -1, size - (last - first))
+    head = scales.reshape(rows, -1, last - first)
+    pieces = (head, body) if first == 0 else (body, head)
+    return torch.cat(pieces, 2).reshape(rows, -1)
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
@@ -230,6 +253,8 @@ def _view(piece: torch.Tensor, layout: SlabLayout) -> ExpertWeights:
         data = part(name)[place::step]
         if fmt in _CODES_APART:
             parts = {"codes": data, "scales": part(f"{name}_scales")[place::step]}
+        elif fmt in SCALES_AT:
+            parts = {"blocks": _joined(data, part(f"{name}_scales")[place::step], fmt)}
         elif fmt in _FLOATS:
             parts = {"data": data.view(_FLOATS[fmt])}
         else:
