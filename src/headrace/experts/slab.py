@@ -144,13 +144,13 @@ def slab_layout(
                 hint="blocks cannot be cut; convert the experts to another format",
             )
     block_factors = block_factors and "fp8_e4m3" in (fmt, down)
-    units, unit = _units(intermediate, FORMATS[down].block_weights, block_factors)
+    units = num_units(intermediate, fmt, down, block_factors)
     if num_slices is None:
-        num_slices = _nearest_count(units)
+        num_slices = preferred_slices(units)
     elif num_slices < 1 or units % num_slices:
         raise ConfigError(
             f"experts in {down}: {num_slices} slices of {intermediate} columns, expected a count that "
-            f"divides {units} (blocks of {unit})",
+            f"divides {units} (blocks of {intermediate // units})",
             hint="leave the number of slices out to have it chosen",
         )
     width = intermediate // num_slices
@@ -195,13 +195,16 @@ class _Parts:
         self.end = round_up(self.end + rows * row_nbytes, PART_ALIGNMENT)
 
 
-def _units(intermediate: int, block: int, block_factors: bool) -> tuple[int, int]:
-    """Pieces that a slice may not cut, along the intermediate dimension: how many, and how long."""
-    if not block_factors:
-        return intermediate // block, block
+def num_units(intermediate: int, fmt: str, down: str, block_factors: bool) -> int:
+    """Pieces that a slice may not cut, along the intermediate dimension.
+
+    fmt, down: formats of gate/up and of down, whose blocks lie along that dimension.
+    """
+    if not (block_factors and "fp8_e4m3" in (fmt, down)):
+        return intermediate // FORMATS[slab_format(down)].block_weights
     if intermediate % FACTOR_BLOCK:  # the last block is cut short: nothing else may be
-        return 1, intermediate
-    return intermediate // FACTOR_BLOCK, FACTOR_BLOCK
+        return 1
+    return intermediate // FACTOR_BLOCK
 
 
 def _factors(name: str, hidden: int, width: int, blocked: bool) -> tuple[int, int]:
@@ -219,9 +222,9 @@ def _codes_nbytes(fmt: str, cols: int) -> int:
     return FORMATS[fmt].row_nbytes(cols)
 
 
-def _nearest_count(blocks: int) -> int:
-    """The divisor of ``blocks`` nearest to the preferred count; the smaller of two equally near."""
-    divisors = (n for n in range(1, blocks + 1) if blocks % n == 0)
+def preferred_slices(units: int) -> int:
+    """The divisor of ``units`` nearest to the preferred count; the smaller of two equally near."""
+    divisors = (n for n in range(1, units + 1) if units % n == 0)
     return min(divisors, key=lambda n: (abs(n - PREFERRED_SLICES), n))
 
 
