@@ -24,8 +24,8 @@ from headrace.experts.store import HostStore
 from headrace.formats.base import dequantize
 from headrace.machine.device import CudaDevice
 from headrace.ops.records import Activation
-from headrace.ops.triton.experts import BlockTuning, Tuning
 from headrace.ops.triton.expert_plan import COUNT_HITS
+from headrace.ops.triton.experts import BlockTuning, Tuning
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8
 ACT = Activation()
@@ -162,7 +162,9 @@ def main() -> None:
     parser = geo.parser(__doc__)
     parser.add_argument("--check", help="formats, with commas: check them and stop")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--tuning", action="append", help="programs,warps,rows,columns", default=[])
+    parser.add_argument(
+        "--tuning", action="append", help="programs,warps,rows,columns,terms", default=[]
+    )
     args = parser.parse_args()
     if args.check:
         for fmt in args.check.split(","):
@@ -173,7 +175,9 @@ def main() -> None:
         return
     figures: dict[str, Any] = {"hbm_read": hbm_gbps(), "formats": []}
     print(figures, flush=True)
-    tunings = [BlockTuning(*map(int, t.split(","))) for t in args.tuning] or [None]
+    tunings = [
+        BlockTuning(*map(int, t.split(",")[:4]), terms=t.endswith(",1")) for t in args.tuning
+    ] or [None]
     for tuning in tunings:
         for fmt in args.formats.split(","):
             try:

@@ -159,7 +159,13 @@ def _gpu_executor(store: HostStore, placement: str, slots: int) -> HybridExecuto
 
     def service():
         return cpu_experts().expert_service(
-            store.layouts, bases, EXPERTS, ACT, block, fields, ServiceOptions(1, idle_s=0.0, stall_s=1.0)
+            store.layouts,
+            bases,
+            EXPERTS,
+            ACT,
+            block,
+            fields,
+            ServiceOptions(1, idle_s=0.0, stall_s=1.0),
         )
 
     made = HybridExecutor(

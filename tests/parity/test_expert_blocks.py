@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -22,8 +24,11 @@ pytestmark = needs_triton
 EXPERTS, TOP_K, TOKENS = 2, 2, 2
 # float32 sums of exact weights and float32 activations, over two matrices.
 FLOATS = 1e-5
+# Two int8 terms hold 15 bits of a block's largest activation (2e-5 of a row), twice.
+TERMS = 1e-4
 # Matrices to bfloat16 once, activations twice.
 BFLOAT16 = 2e-2
+TERM_FORMATS = frozenset({"q4_k", "q6_k", "q8_0"})
 ALONE = [name for name in FORMATS if name not in ("bf16", "mxfp4", "mxfp4_gguf")]
 # gate/up and down, as llama.cpp's presets mix them, and where rows are no superblocks.
 MIXED = [
@@ -69,6 +74,7 @@ def computed(paths: GpuPaths, store: HostStore, layer: int, x: torch.Tensor) -> 
     from headrace.ops.triton.expert_plan import COUNT_HITS
 
     s, slices = paths.state, store.layout.num_slices
+    paths.launcher.prepare(x.to(DEVICE))
     out = np.zeros((EXPERTS, *x.shape))
     s.pair_token[: len(x)] = torch.arange(len(x), dtype=torch.int32)
     s.pair_weight[: len(x)] = 0.5
@@ -96,18 +102,25 @@ def inputs(experts: ExpertWeights, hidden: int, seed: int) -> torch.Tensor:
     return x * (2.0 / float(gates.std()))
 
 
+def tolerance(formats: Iterable[str]) -> float:
+    return TERMS if TERM_FORMATS.intersection(formats) else FLOATS
+
+
 def error(found: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(found - want).max() / np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_every_format_gives_the_float64_result(name: str) -> None:
+    used = {name}
     act = CLAMPED if name in ("q8_0", "fp8_e4m3") else SILU
     experts = experts_of(name, name, 256, 256, seed=1)
     store = store_of([experts])
     x = inputs(experts, 256, seed=2)
     paths = paths_of(store, act)
-    assert error(computed(paths, store, 0, x), expected(experts, x, act)) < FLOATS
+    assert error(computed(paths, store, 0, x), expected(experts, x, act)) < (
+        TERMS if TERM_FORMATS.intersection(used) else FLOATS
+    )
     store.close()
 
 
@@ -118,9 +131,11 @@ def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -
     paths = paths_of(store, SILU)
     product = paths.product(SILU)
     for layer, experts in enumerate(layers):
-        x = inputs(experts, 256, seed=layer)
+        x, used = inputs(experts, 256, seed=layer), kinds[layer]
         want = expected(experts, x, SILU)
-        assert error(computed(paths, store, layer, x), want) < FLOATS
+        assert error(computed(paths, store, layer, x), want) < (
+            TERMS if TERM_FORMATS.intersection(used) else FLOATS
+        )
         for expert in (0, EXPERTS - 1):
             slab = store.slab(layer, expert).to(DEVICE)
             whole = sum(product(layer, piece, x.to(DEVICE)).cpu().numpy() for piece in slab)

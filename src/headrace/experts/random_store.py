@@ -53,9 +53,7 @@ _HALVES = {
     "iq4_xs": (0,),
 }
 # Times codes of tens. q6_k has scales of 8 bits beside, iq4 codes up to 127: one power of two less.
-_HALF_HIGH_BYTE = {
-    fmt: 0x04 if fmt in ("q6_k", "iq4_nl", "iq4_xs") else 0x08 for fmt in _HALVES
-}
+_HALF_HIGH_BYTE = {fmt: 0x04 if fmt in ("q6_k", "iq4_nl", "iq4_xs") else 0x08 for fmt in _HALVES}
 
 
 def random_store(

@@ -186,9 +186,7 @@ def _write(path: Path, identity: str, layers: Sequence[ExpertWeights], loader: L
 
             def sink(layer: int, expert: int, slab: Bytes) -> None:
                 sums[layer * num_experts + expert] = zlib.crc32(slab.data)
-                write_at(
-                    slab.data, offset + starts[layer] + expert * layouts[layer].slab_nbytes
-                )
+                write_at(slab.data, offset + starts[layer] + expert * layouts[layer].slab_nbytes)
 
             loader.write(layers, sink)
             write_at(
@@ -212,9 +210,7 @@ def _layer_starts(layouts: Sequence[SlabLayout], num_experts: int) -> list[int]:
     return [0, *itertools.accumulate(num_experts * layout.slab_nbytes for layout in layouts)]
 
 
-def _header(
-    identity: str, layouts: Sequence[SlabLayout], num_experts: int
-) -> dict[str, Any]:
+def _header(identity: str, layouts: Sequence[SlabLayout], num_experts: int) -> dict[str, Any]:
     """``layouts``: each once; ``layout_of``: by layer, which of them."""
     distinct = list(dict.fromkeys(layouts))
     described = json.loads(json.dumps([dataclasses.asdict(layout) for layout in distinct]))

@@ -122,7 +122,9 @@ def test_a_refusal_leaves_the_rest_pageable_and_says_so_once(
     layout = layout_of(layers)
     pinner = FakePinner(allowed=2 * 4 * layout.slab_nbytes)
     with caplog.at_level(logging.WARNING):
-        store = build_store(layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner)
+        store = build_store(
+            layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner
+        )
     assert sum(store.pinned(i) for i in range(5)) == 2
     assert pinner.asked == 3  # not once for each layer
     assert_holds(store, layers)
@@ -138,7 +140,9 @@ def test_b140_the_pin_budget_holds() -> None:
     layout = layout_of(layers)
     pinner = FakePinner()
     limits = HostLimits(GIB, pin_nbytes=3 * 4 * layout.slab_nbytes - 1, reason="75% of it")
-    store = build_store(layers, layouts_of(layers), threads=1, pin=True, limits=limits, pinner=pinner)
+    store = build_store(
+        layers, layouts_of(layers), threads=1, pin=True, limits=limits, pinner=pinner
+    )
     assert (len(pinner.pinned), pinner.asked) == (2, 2)
     assert "75% of it" in store.notes[0]
     store.close()
@@ -152,7 +156,7 @@ def test_b016_what_fits_nowhere_is_refused_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(
         DoesNotFitError, match=r"61\.3 GB.*36 layers of 1\.70 GB; 31\.1 GB"
     ) as caught:
-        build_store(layers, layouts_of(layers), threads=1, pin=False, limits=limits)
+        build_store(layers, [layout] * 36, threads=1, pin=False, limits=limits)
     assert "--expert-disk" in (caught.value.hint or "")
 
 
@@ -182,7 +186,13 @@ def test_disk_tier_holds_what_ram_does_not(
 
     def build() -> HostStore:
         return build_store(
-            layers, layout, threads=2, pin=True, disk=tmp_path, limits=limits, pinner=pinner
+            layers,
+            layouts_of(layers),
+            threads=2,
+            pin=True,
+            disk=tmp_path,
+            limits=limits,
+            pinner=pinner,
         )
 
     with caplog.at_level(logging.WARNING):
@@ -209,7 +219,7 @@ def test_a_damaged_slab_file_is_written_anew(tmp_path: Path, damage: str) -> Non
 
     def build() -> HostStore:
         return build_store(
-            layers, layout, threads=2, pin=False, disk=tmp_path, limits=HostLimits(0, 0)
+            layers, layouts_of(layers), threads=2, pin=False, disk=tmp_path, limits=HostLimits(0, 0)
         )
 
     build().close()

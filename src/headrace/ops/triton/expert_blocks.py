@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_rows import gated, store_partial
+from headrace.ops.triton.expert_terms import terms_rows
 from headrace.ops.triton.unpack import weight_tile
 
 FACTOR_BLOCK = tl.constexpr(128)  # weights each way that share a factor of FP8
@@ -85,14 +86,17 @@ def block_rows(
 
 @triton.jit
 def block_gate_up(
-    arena, entries, counts, pair_token, x, h, WHICH: tl.constexpr, SLOT_NBYTES: tl.constexpr,
+    arena, entries, counts, pair_token, x, terms, h, WHICH: tl.constexpr, SLOT_NBYTES: tl.constexpr,
     AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr, AT_FACTORS: tl.constexpr,
     AT_BIAS: tl.constexpr, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr, FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr,
+    LIMIT: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """h[pair, slice columns] = act(gate x, up x), float32 [pairs, S * WIDTH]."""
+    """h[pair, slice columns] = act(gate x, up x), float32 [pairs, S * WIDTH].
+
+    TERMS: by integers, from ``terms`` [T, words] (``expert_terms``); else by floats, from ``x``.
+    """
     num_tiles = (2 * WIDTH + TILE - 1) // TILE
     total = tl.load(counts + WHICH) * num_tiles
     half: tl.constexpr = TILE // 2
@@ -104,11 +108,18 @@ def block_gate_up(
         first = tl.load(entry + 2)
         last = first + tl.load(entry + 3)
         for pair in range(first, last):
-            own = x + tl.load(pair_token + pair) * HIDDEN
-            y = block_rows(
-                base, own, row, 2 * WIDTH, AT_CODES, AT_SCALES, AT_FACTORS, CODE_STRIDE,
-                SCALE_STRIDE, FORMAT, True, FACTORS, HIDDEN, TILE, COLS,
-            )  # fmt: skip
+            token = tl.load(pair_token + pair)
+            if TERMS:
+                words: tl.constexpr = HIDDEN // 2 + HIDDEN // 16 + HIDDEN // 32
+                y = terms_rows(
+                    base + AT_CODES, base + AT_SCALES, terms + token * words, row, 2 * WIDTH,
+                    CODE_STRIDE, SCALE_STRIDE, FORMAT, HIDDEN, TILE,
+                )  # fmt: skip
+            else:
+                y = block_rows(
+                    base, x + token * HIDDEN, row, 2 * WIDTH, AT_CODES, AT_SCALES, AT_FACTORS,
+                    CODE_STRIDE, SCALE_STRIDE, FORMAT, True, FACTORS, HIDDEN, TILE, COLS,
+                )  # fmt: skip
             if HAS_BIAS:
                 r = row + tl.arange(0, TILE)
                 bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
@@ -121,14 +132,17 @@ def block_gate_up(
 
 @triton.jit
 def block_down(
-    arena, entries, counts, pair_weight, h, partial, WHICH: tl.constexpr,
+    arena, entries, counts, pair_weight, h, h_terms, partial, WHICH: tl.constexpr,
     SLOT_NBYTES: tl.constexpr, AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr,
     AT_FACTORS: tl.constexpr, AT_BIAS: tl.constexpr, CODE_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
-    COLS: tl.constexpr, TILE: tl.constexpr,
+    COLS: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN]."""
+    """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN].
+
+    TERMS: from ``h_terms`` [pairs, S, words].
+    """
     num_tiles = (HIDDEN + TILE - 1) // TILE
     total = tl.load(counts + WHICH) * num_tiles
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -140,11 +154,18 @@ def block_down(
         last = first + tl.load(entry + 3)
         r = row + tl.arange(0, TILE)
         for pair in range(first, last):
-            own = h + pair * (S * WIDTH) + piece * WIDTH
-            y = block_rows(
-                base, own, row, HIDDEN, AT_CODES, AT_SCALES, AT_FACTORS, CODE_STRIDE, SCALE_STRIDE,
-                FORMAT, False, FACTORS, WIDTH, TILE, COLS,
-            )  # fmt: skip
+            if TERMS:
+                words: tl.constexpr = WIDTH // 2 + WIDTH // 16 + WIDTH // 32
+                y = terms_rows(
+                    base + AT_CODES, base + AT_SCALES, h_terms + (pair * S + piece) * words, row,
+                    HIDDEN, CODE_STRIDE, SCALE_STRIDE, FORMAT, WIDTH, TILE,
+                )  # fmt: skip
+            else:
+                y = block_rows(
+                    base, h + pair * (S * WIDTH) + piece * WIDTH, row, HIDDEN, AT_CODES, AT_SCALES,
+                    AT_FACTORS, CODE_STRIDE, SCALE_STRIDE, FORMAT, False, FACTORS, WIDTH, TILE,
+                    COLS,
+                )  # fmt: skip
             store_partial(
                 y, base + AT_BIAS, pair_weight + pair, partial + (pair * S + piece) * HIDDEN, r,
                 HAS_BIAS, HIDDEN,

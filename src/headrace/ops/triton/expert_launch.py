@@ -173,6 +173,8 @@ class ExpertLauncher:
 
     def prepare(self, x: torch.Tensor) -> None:
         """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
+        if self._blocks is not None:
+            self._blocks.prepare(x)
         blocks = -(-self._geometry.hidden // WEIGHTS_OF_SCALE)
         if not (self._has_cpu or self._mxfp4):
             return
