@@ -90,9 +90,7 @@ def _both(codes, high, low):
 
 @triton.jit
 def _words(at, ok):
-    return tl.load(
-        at.to(tl.pointer_type(tl.int32)), mask=ok, other=0, eviction_policy="evict_first"
-    )
+    return tl.load(at, mask=ok, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -113,7 +111,7 @@ def q8_0_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.conste
     at = b * 8 + j
     there = first // 32 + b < K // 32
     ok = ok & there
-    w = _words(codes + first + 4 * at, ok)
+    w = _words(codes + first // 4 + at, ok)
     h = tl.load(terms + first // 4 + at, mask=there, other=0)
     l = tl.load(terms + K // 4 + first // 4 + at, mask=there, other=0)
     zero = tl.zeros_like(w)
@@ -127,17 +125,18 @@ def q8_0_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.conste
 @triton.jit
 def q4_k_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
     """float32 [ROWS, 8]: the same of one superblock of Q4_K."""
-    block = codes + (first // 256) * 144
+    block = codes + (first // 256) * 36
     h = tl.arange(0, 4)[None, :, None]
     j = tl.arange(0, 8)[None, None, :]
-    w = _words(block + 16 + 4 * (h * 8 + j), ok)
+    w = _words(block + 4 + h * 8 + j, ok)
     even = terms + first // 4 + 16 * h + j
     low = _both(w & NIBBLES, tl.load(even), tl.load(even + K // 4))
     high = _both((w >> 4) & NIBBLES, tl.load(even + 8), tl.load(even + 8 + K // 4))
     low = tl.sum(tl.reshape(low, [ROWS, 4, 2, 4]), 3).to(tl.float32)
     high = tl.sum(tl.reshape(high, [ROWS, 4, 2, 4]), 3).to(tl.float32)
-    d, least = _half(block, ok), _half(block + 2, ok)
-    w0, w1, w2 = _words(block + 4, ok), _words(block + 8, ok), _words(block + 12, ok)
+    halves = block.to(tl.pointer_type(tl.uint8))
+    d, least = _half(halves, ok), _half(halves + 2, ok)
+    w0, w1, w2 = _words(block + 1, ok), _words(block + 2, ok), _words(block + 3, ok)
     s0, m0 = _six_bits(w0, w1, w2, 2 * h)
     s1, m1 = _six_bits(w0, w1, w2, 2 * h + 1)
     g = first // 32 + 2 * h
@@ -163,11 +162,11 @@ def _six_bits(w0, w1, w2, j):
 @triton.jit
 def q6_k_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
     """float32 [ROWS, 8]: the same of one superblock of Q6_K, whose scales are apart."""
-    block, head = codes + (first // 256) * 192, scales + (first // 256) * 18
+    block, head = codes + (first // 256) * 48, scales + (first // 256) * 18
     half = tl.arange(0, 2)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
-    low = _words(block + 64 * half + 4 * j, ok)
-    bits = _words(block + 128 + 32 * half + 4 * (j % 8), ok) >> (2 * (j // 8))
+    low = _words(block + 16 * half + j, ok)
+    bits = _words(block + 32 + 8 * half + j % 8, ok) >> (2 * (j // 8))
     at = terms + first // 4 + 32 * half + j
     u = (low & NIBBLES) | ((bits & PAIRS) << 4)
     v = ((low >> 4) & NIBBLES) | (((bits >> 4) & PAIRS) << 4)
@@ -196,7 +195,8 @@ def terms_rows(
     """float32 [ROWS]: rows of a stored matrix times an activation in terms; K: whole blocks."""
     r = (row + tl.arange(0, ROWS))[:, None, None]
     ok = r < num_rows
-    c, s = codes + r * CODE_STRIDE, scales + r * SCALE_STRIDE
+    c = codes.to(tl.pointer_type(tl.int32)) + r * (CODE_STRIDE // 4)
+    s = scales + r * SCALE_STRIDE
     parts: tl.constexpr = 16 if FORMAT == "q8_0" else 8
     acc = tl.zeros([ROWS, parts], tl.float32)
     for first in tl.static_range(0, K, 256):
