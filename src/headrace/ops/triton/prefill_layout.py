@@ -108,7 +108,7 @@ def sealed_layout_kernel(
         high = high.to(tl.float32) * (g * 128.0) + ref
         for r in tl.static_range(RANK):
             left = tl.load(key_residuals + block * (PAGE * RANK) + t * RANK + r)
-            left = left.to(tl.float8e4nv, bitcast=True).to(tl.float32) * (g * 16.0)
+            left = e4m3_to_f16(left, UNPACK).to(tl.float32) * (g * 16.0)
             along = directions + (kv_head * RANK + r) * DIM + i
             low += left[:, None] * tl.load(along)[None, :]
             high += left[:, None] * tl.load(along + half)[None, :]

@@ -1,7 +1,7 @@
 // Attention of one new token for each sequence over sealed pages of nvfp4k-fp8v: heads of 128, pages of 64.
 //
 // What headrace/ops/triton/sealed_decode.py does in Triton, for the one case whose instruction stream binds
-// there (docs/adr/0008). Compiled at run time; GROUP (query heads of a key head, 1 to 8) and RANK (0 or 4)
+// there (docs/adr/0007). Compiled at run time; GROUP (query heads of a key head, 1 to 8) and RANK (0 or 4)
 // are defined by the caller.
 //
 // A warp takes a part of whole pages by itself: its own ring of STAGES pages in shared memory, filled by bulk
@@ -61,6 +61,8 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_NBYTES, "the launch must ask for as much as there is");
 #endif
 
+#ifndef ON_CPU  // tests bring these along for a CPU
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ u32 half2_of(float low, float high) {
@@ -126,6 +128,34 @@ __device__ __forceinline__ void product8(float (&c)[4], u32 a0, u32 a1, u32 b0) 
         : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// Pages come by bulk copies, which count their bytes at a barrier of the stage.
+__device__ __forceinline__ void set_up(Lane& lane) {
+    if (threadIdx.x % 32 < STAGES)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&lane.full[threadIdx.x % 32])));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect(Lane& lane, int stage) {
+    u32 barrier = address(&lane.full[stage]);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(PAGE_NBYTES) : "memory");
+}
+
+__device__ __forceinline__ void copy(Lane& lane, int stage, u32 at, const u8* from, u32 nbytes) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            address(lane.page[stage]) + at),
+        "l"(from), "r"(nbytes), "r"(address(&lane.full[stage]))
+        : "memory");
+}
+
+__device__ __forceinline__ void wait(Lane& lane, int stage, u32 parity) {
+    asm volatile(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }"
+        ::"r"(address(&lane.full[stage])), "r"(parity)
+        : "memory");
+}
+#endif
+
 // Eight E2M1 and the float16 scale of both halves -> four float16x2, times 2^-7: channels (in bytes of the
 // word, l: low nibbles, h: high) l0 l1, l2 l3, h0 h1, h2 h3 with UNPACK 1; l0 l2, l1 l3, h0 h2, h1 h3 with 0.
 __device__ __forceinline__ void unpack(u32 (&h)[4], u32 w, u32 scale) {
@@ -182,28 +212,14 @@ __device__ __forceinline__ int part_size(int pages, int min_part, int max_parts)
 }
 
 __device__ __forceinline__ void fill(const Call& call, Lane& lane, int stage, u64 block) {
-    u32 barrier = address(&lane.full[stage]);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(PAGE_NBYTES) : "memory");
-    auto copy = [&](u32 to, const u8* from, u32 nbytes) {
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-            "l"(from), "r"(nbytes), "r"(barrier)
-            : "memory");
-    };
-    u32 to = address(lane.page[stage]);
-    copy(to, call.key_codes + block * KEY_NBYTES, KEY_NBYTES);
-    copy(to + KEY_NBYTES, call.value_codes + block * VALUE_NBYTES, VALUE_NBYTES);
-    copy(to + KEY_NBYTES + VALUE_NBYTES, call.key_scales + block * STEP_NBYTES, STEP_NBYTES);
+    expect(lane, stage);
+    copy(lane, stage, 0, call.key_codes + block * KEY_NBYTES, KEY_NBYTES);
+    copy(lane, stage, KEY_NBYTES, call.value_codes + block * VALUE_NBYTES, VALUE_NBYTES);
+    copy(lane, stage, KEY_NBYTES + VALUE_NBYTES, call.key_scales + block * STEP_NBYTES, STEP_NBYTES);
 #if RANK
-    copy(to + KEY_NBYTES + VALUE_NBYTES + STEP_NBYTES, call.key_residuals + block * LEFT_NBYTES, LEFT_NBYTES);
+    copy(
+        lane, stage, KEY_NBYTES + VALUE_NBYTES + STEP_NBYTES, call.key_residuals + block * LEFT_NBYTES, LEFT_NBYTES);
 #endif
-}
-
-__device__ __forceinline__ void wait(Lane& lane, int stage, u32 parity) {
-    asm volatile(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }"
-        ::"r"(address(&lane.full[stage])), "r"(parity)
-        : "memory");
 }
 
 // First keys and the row's own page: one warp, a token a lane, then four channels a lane. Slot 0.
@@ -340,7 +356,7 @@ __device__ __forceinline__ void shifts(
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_decode(const Call call) {
-    extern __shared__ __align__(128) u8 memory[];
+    SHARED_MEMORY(memory);
     Shared& s = *(Shared*)memory;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int head = blockIdx.y, row = blockIdx.z;
@@ -354,9 +370,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         float x = h < GROUP ? call.q[((u64)row * call.kv_heads * GROUP + head * GROUP) * DIM + i] : 0.0f;
         s.query[h][i % DIM] = x * call.scale;
     }
-    if (warp < WARPS && lane < STAGES)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&s.lane[warp].full[lane])));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (warp < WARPS) set_up(s.lane[warp]);
     __syncthreads();
 #if RANK
     for (int i = warp; i < 32; i += WARPS + 1) {  // a warp a sum
@@ -565,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
 extern "C" __global__ void __launch_bounds__(512) sealed_merge(
     const float2* sums, const float* mixed, const float* sinks, float* out, const int* context_lens, int window,
     int min_part, int max_parts, int slots, int has_sinks) {
-    __shared__ float share[512], pieces[4][DIM];
+    __shared__ float share[512], pieces[4][DIM], warps[16];
     int head = blockIdx.x, heads = gridDim.x, row = blockIdx.y, i = threadIdx.x;
     int context = context_lens[row];
     int pages = (context - 1) / PAGE - max(context - window, 0) / PAGE;
@@ -575,7 +589,6 @@ extern "C" __global__ void __launch_bounds__(512) sealed_merge(
     float sink = has_sinks ? sinks[head] * 1.4426950408889634f : MINUS_INFINITY;
     float most = fmaxf(sum.x, sink);
     for (int j = 16; j; j /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, j));
-    __shared__ float warps[16];
     if (i % 32 == 0) warps[i / 32] = most;
     __syncthreads();
     most = warps[0];

@@ -86,15 +86,20 @@ def takes(q: torch.Tensor, cache: SealedKV) -> bool:
     )
 
 
-@cache
-def binary(capability: tuple[int, int], group: int, rank: int, shape: Shape) -> bytes:
-    """The compiled program for so many query heads of a key head."""
-    defines = (
+def defines(group: int, rank: int, shape: Shape) -> tuple[str, ...]:
+    """What the source is compiled with."""
+    return (
         f"GROUP={group}", f"RANK={rank}", f"STAGES={shape.stages}", f"WARPS={shape.warps}",
         f"BLOCKS={shape.blocks}", f"UNPACK={shape.unpack}", f"TAU={shape.tau:f}f",
         f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
     )  # fmt: skip
-    return cuda_source.compiled(_SOURCE.read_text(encoding="utf-8"), capability, defines)
+
+
+@cache
+def binary(capability: tuple[int, int], group: int, rank: int, shape: Shape) -> bytes:
+    """The compiled program for so many query heads of a key head."""
+    source = _SOURCE.read_text(encoding="utf-8")
+    return cuda_source.compiled(source, capability, defines(group, rank, shape))
 
 
 @cache
@@ -102,6 +107,11 @@ def _kernels(device: int, group: int, rank: int, shape: Shape) -> dict[str, cuda
     program = binary(torch.cuda.get_device_capability(device), group, rank, shape)
     nbytes = {"sealed_decode": shared_nbytes(shape, rank), "sealed_merge": 0}
     return cuda_source.load(program, nbytes)
+
+
+@cache
+def _num_multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def decode(
@@ -126,7 +136,7 @@ def decode(
     slots = parts + 1  # the first is that of keys in bfloat16
     sums = torch.empty(rows, heads, slots, 2, device=q.device)
     mixed = torch.empty(rows, heads, slots, dim, device=q.device)
-    resident = shape.blocks * torch.cuda.get_device_properties(device).multi_processor_count
+    resident = shape.blocks * _num_multiprocessors(device)
     blocks = max(min(-(-parts // shape.warps), resident // (rows * kv_heads)), 1)
     seen = window or 2**30
     tensors = (
