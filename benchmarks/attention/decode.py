@@ -106,15 +106,18 @@ SHAPES: list[dict[str, Any]] = [
 ]  # fmt: skip
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "sealed": [
-        {}, {"max_registers": None}, {"num_stages": 3}, {"max_registers": 96},
-        {"num_warps": 8, "max_registers": None},
+        {}, {"num_stages": 5}, {"num_stages": 5, "max_registers": None}, {"num_stages": 3},
+        {"num_stages": 7, "max_registers": None},
     ],
     "plain": [
-        {}, {"tile": 64}, {"tile": 64, "num_stages": 4}, {"tile": 64, "num_stages": 5}, {"num_stages": 2},
-        {"num_warps": 8}, {"num_warps": 8, "num_stages": 2}, {"tile": 64, "num_warps": 2},
-        {"tile": 64, "programs": 512}, {"tile": 64, "num_stages": 4, "programs": 512},
-        {"tile": 32, "num_stages": 5, "num_warps": 2, "programs": 1024}, {"programs": 512},
-        {"tile": 64, "num_stages": 2, "programs": 1024},
+        {}, {"swapped": False, "tile": 64, "num_stages": 5}, {"swapped": False, "tile": 64, "num_stages": 7},
+        {"swapped": False, "tile": 128, "num_stages": 5}, {"swapped": False, "tile": 128},
+        {"swapped": False, "tile": 64, "num_stages": 5, "programs": 512},
+        {"swapped": False, "tile": 64, "num_stages": 7, "programs": 512},
+        {"swapped": False, "tile": 64, "num_stages": 5, "num_warps": 2, "programs": 512},
+        {"swapped": False, "tile": 32, "num_stages": 7, "num_warps": 2, "programs": 512},
+        {"swapped": False, "tile": 32, "num_stages": 5, "num_warps": 2, "programs": 1024},
+        {"swapped": False, "tile": 128, "num_stages": 5, "num_warps": 8}, {"tile": 64, "num_stages": 5},
     ],
 }  # fmt: skip
 
