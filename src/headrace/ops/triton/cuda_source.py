@@ -18,6 +18,7 @@ import torch
 from headrace.core.errors import InternalError
 
 _DYNAMIC_SHARED_NBYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @cache
@@ -77,6 +78,25 @@ def compiled(source: str, capability: tuple[int, int], defines: Sequence[str]) -
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: which, and a union of 64 bytes of which an integer is used."""
+
+    _fields_ = (
+        ("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )  # fmt: skip
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"dim{i}", ctypes.c_uint) for i in range(6)), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
 class Kernel:
     """A kernel of a loaded program, on the device that was current when it was loaded."""
 
@@ -89,13 +109,20 @@ class Kernel:
                 "shared memory for a kernel",
             )
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *args: Any) -> None:
-        """Queue it on the current stream; ``args``: ctypes values in the kernel's order."""
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, *args: Any, overlaps: bool = False
+    ) -> None:
+        """Queue it on the current stream; ``args``: ctypes values in the kernel's order.
+
+        overlaps: it may start before the kernel ahead of it has ended, and waits for that itself
+        """
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = _driver().cuLaunchKernel(
-            self._function, *grid, threads, 1, 1, self._shared, stream, pointers, None
+        stream = torch.cuda.current_stream().cuda_stream
+        attribute = _Attribute(_SERIALIZATION, 0, 1)
+        config = _Config(
+            *grid, threads, 1, 1, self._shared, stream, ctypes.pointer(attribute), int(overlaps)
         )
+        status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(status, "a launch")
 
 

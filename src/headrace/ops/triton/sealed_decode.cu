@@ -128,6 +128,12 @@ __device__ __forceinline__ void product8(float (&c)[4], u32 a0, u32 a1, u32 b0) 
         : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// What the kernel ahead wrote may be read from here on, where this one was started before its end.
+__device__ __forceinline__ void wait_for_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next kernel may be started once every block has come here, so that its start costs no time.
+__device__ __forceinline__ void start_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // Pages come by bulk copies, which count their bytes at a barrier of the stage.
 __device__ __forceinline__ void set_up(Lane& lane) {
     if (threadIdx.x % 32 < STAGES)
@@ -371,6 +377,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         s.query[h][i % DIM] = x * call.scale;
     }
     if (warp < WARPS) set_up(s.lane[warp]);
+    start_next_kernel();
     __syncthreads();
 #if RANK
     for (int i = warp; i < 32; i += WARPS + 1) {  // a warp a sum
@@ -581,6 +588,7 @@ extern "C" __global__ void __launch_bounds__(512) sealed_merge(
     int min_part, int max_parts, int slots, int has_sinks) {
     __shared__ float share[512], pieces[4][DIM], warps[16];
     int head = blockIdx.x, heads = gridDim.x, row = blockIdx.y, i = threadIdx.x;
+    wait_for_kernel();
     int context = context_lens[row];
     int pages = (context - 1) / PAGE - max(context - window, 0) / PAGE;
     int size = part_size(pages, min_part, max_parts), count = (pages + size - 1) / size + 1;

@@ -29,6 +29,7 @@ class Shape:
 
     min_part: pages of a part at least; max_parts: of a row at most, 511
     warps: of a block, each with a part; stages: pages that a warp holds; blocks: of a multiprocessor
+    overlaps: merging is started before the parts are done, and waits for them itself
     unpack: 1 by E4M3 conversions, 0 by bits put where float16 has them
     """
 
@@ -39,6 +40,7 @@ class Shape:
     blocks: int = 2
     unpack: int = 1
     tau: float = 8.0
+    overlaps: bool = False
 
 
 SHAPE = [Shape()]  # the only entry is what launches use; the benchmark's sweep puts others there
@@ -156,6 +158,7 @@ def decode(
     pointers += [ctypes.c_void_p(t.data_ptr()) for t in (out, batch.context_lens)]
     numbers = (seen, shape.min_part, shape.max_parts, slots, int(sinks is not None))
     kernels["sealed_merge"].launch(
-        (heads, rows, 1), _MERGE_THREADS, *pointers, *(ctypes.c_int(n) for n in numbers)
+        (heads, rows, 1), _MERGE_THREADS, *pointers, *(ctypes.c_int(n) for n in numbers),
+        overlaps=shape.overlaps,
     )
     return out
