@@ -100,7 +100,8 @@ def flashinfer(device: CudaDevice, peak: float, dtype: torch.dtype, size: Any) -
 # One change each from what launches take: of the kernel in CUDA C++, of Triton's over pages as they are
 # sealed and as they come. "programs": how many programs a row's parts are made for.
 SHAPES: list[dict[str, Any]] = [
-    {}, {"overlaps": True}, {"unpack": 0}, {"tau": 0.0}, {"min_part": 8}, {"max_parts": 64}, {"max_parts": 256},
+    {}, {"overlaps": True}, {"unpack": 0}, {"tau": 0.0}, {"min_part": 8}, {"max_parts": 64},
+    {"max_parts": 256},
     {"max_parts": 256, "min_part": 2}, {"warps": 8, "blocks": 1}, {"warps": 5, "stages": 3, "blocks": 1},
     {"warps": 7, "blocks": 1}, {"warps": 3}, {"warps": 6, "stages": 1}, {"warps": 2, "blocks": 4},
 ]  # fmt: skip
