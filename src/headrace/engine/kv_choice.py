@@ -20,10 +20,6 @@ from headrace.core.kv_formats import (
 from headrace.core.model_spec import ModelSpec
 from headrace.engine.choosing import Chosen, one_of, why
 
-# Where sealed pages are served one launch at a time: steps over them are not captured in graphs yet, and
-# their kernels were checked in Triton's interpreter and by compiling them, not on a GPU (2026-11-29).
-_UNCAPTURED = frozenset({"triton"})
-
 
 @dataclass(frozen=True)
 class KVSupport:
@@ -64,10 +60,7 @@ def choose_kv(
     usable = frozenset(n for n in FORMATS if _obstacle(FORMATS[n], spec, support, backend) is None)
     if given == "auto":
         rank = 0 if support.directions is None else MAX_RANK
-        fitting = usable
-        if backend in _UNCAPTURED:
-            fitting = frozenset(n for n in usable if not FORMATS[n].sealed)
-        name, reason = smallest_that_holds(spec.family, rank=rank, usable=fitting)
+        name, reason = smallest_that_holds(spec.family, rank=rank, usable=usable)
         reason = f"auto: {reason}"
     else:
         name = given or default[0]
@@ -82,11 +75,6 @@ def choose_kv(
         )
     chosen("kv_format", name, reason)
     warnings: tuple[str, ...] = ()
-    if made.sealed and backend in _UNCAPTURED:
-        warnings = (
-            f"--kv-format {name} on a GPU decodes without CUDA graphs, slower than bf16, with kernels "
-            "that have not been measured on one",
-        )
     rank = 0
     if made.max_rank:
         if support.directions is None:

@@ -37,7 +37,7 @@ from headrace.machine.threads import choose_threads
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
-from headrace.ops.records import LayerCache, LayerKV
+from headrace.ops.records import LayerCache
 from headrace.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -210,11 +210,10 @@ def capture_graphs(
     progress: Progress | None,
 ) -> DecodeGraphs | None:
     """Capture decoding, where the device has something to gain from it."""
-    plain = [cache for cache in kv if isinstance(cache, LayerKV)]
-    if resolved.device != "cuda" or resolved.backend != "triton" or len(plain) < len(kv):
+    if resolved.device != "cuda" or resolved.backend != "triton":
         return None
     graphs = DecodeGraphs(
-        decoder, plain, device, max_batch=resolved.max_num_seqs, context=resolved.context
+        decoder, kv, device, max_batch=resolved.max_num_seqs, context=resolved.context
     )
     graphs.capture(progress)
     return graphs
@@ -230,7 +229,8 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
         max_num_seqs=resolved.max_num_seqs,
         prefix_cache=config.prefix_cache,
         sealed=FORMATS[resolved.kv_format].sealed,
-        num_first=resolved.kv_pool.num_first or None,
+        # The pool has a block more for padding, which the scheduler does not know of.
+        num_first=min(resolved.kv_pool.num_first, resolved.num_blocks) or None,
         kv_key=resolved.kv_key,
     )
 
