@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(model: Path, experts: str, slots: int | None = None, **changes) -> Iterator[Engine]:
     config = EngineConfig(
         str(model), context=512, device="cuda", dense_format="f32", experts=experts,
-        expert_slots=slots, vram_budget_nbytes=4 * 2**30, threads=4, **changes,
+        expert_slots=slots, vram_budget_nbytes=4 * 2**30, threads=2, **changes,
     )  # fmt: skip
     engine = Engine.load(config)
     try:
