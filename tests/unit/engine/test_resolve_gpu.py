@@ -104,6 +104,11 @@ def test_auto_takes_a_sealed_cache_on_a_gpu_as_its_accuracy_says():
     pool = auto.kv_pool
     assert pool.num_blocks == auto.num_blocks + 1
     assert pool.num_shared == 2048 // auto.block_tokens
+    # 128 pages of 64 tokens, 3 key heads, 8 columns of 4 bytes; 16 rows in eager steps, 16 in graphs
+    assert auto.vram is not None
+    plain = made("fp8").vram
+    assert plain is not None
+    assert auto.vram.workspace_nbytes - plain.workspace_nbytes == 128 * 3 * 8 * 4 * (16 + 16)
 
 
 def test_a_sealed_cache_without_kernels_is_refused():
