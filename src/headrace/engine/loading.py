@@ -28,7 +28,7 @@ from headrace.engine.resolve import GpuSupport, Resolved, resolve
 from headrace.engine.scheduler import SchedulerConfig
 from headrace.kv.directions import Directions, load_directions
 from headrace.kv.storage import allocate_cache, is_out_of_memory
-from headrace.machine.cuda_device import visible_gpus
+from headrace.machine.cuda_device import shared_memory_nbytes, visible_gpus
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile_store import with_profile
@@ -71,7 +71,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         missing_kernels=registry.unavailable_reason("cpu"),
         sizes=model_sizes(checkpoint),
         gpu=support,
-        kv=kv_support(found),
+        kv=kv_support(found, machine),
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
@@ -243,10 +243,11 @@ def find_directions(config: EngineConfig, checkpoint: Checkpoint) -> Directions 
     return load_directions(weights_hash(checkpoint), checkpoint.spec)
 
 
-def kv_support(found: Directions | None) -> KVSupport:
+def kv_support(found: Directions | None, machine: Machine) -> KVSupport:
     """Which back-ends have kernels for sealed pages, and which directions they could use."""
     able = {b for b in registry.BACKENDS if registry.serves(b, registry.SEALED)}
-    return KVSupport(frozenset(able), None if found is None else found.key)
+    shared = shared_memory_nbytes(machine.gpus[0].index) if machine.gpus else None
+    return KVSupport(frozenset(able), None if found is None else found.key, shared)
 
 
 def set_threads(resolved: Resolved) -> None:

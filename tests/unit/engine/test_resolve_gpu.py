@@ -1,5 +1,7 @@
 """Choices and the memory plan of a GPU, on machines that are written down here."""
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.core.config import EngineConfig
@@ -117,6 +119,25 @@ def test_a_sealed_cache_without_kernels_is_refused():
     with pytest.raises(ConfigError, match="triton back-end has no kernel") as caught:
         resolve(config, of, machine(), GB, sizes=sizes(of), gpu=READY, kv=KVSupport())
     assert "f32, bf16" in (caught.value.hint or "")
+
+
+def test_a_gpu_whose_programs_have_too_little_shared_memory():
+    """Heads of 256 in blocks of 64 take 126,980 bytes; an RTX 4090's programs have 101,376."""
+    of = replace(smollm2(), head_dim=256)
+
+    def made(shared, **values):
+        kv = KVSupport(frozenset({"triton"}), None, shared)
+        return resolve(
+            EngineConfig("m", **values), of, machine(), GB, sizes=sizes(of), gpu=READY, kv=kv
+        )
+
+    with pytest.raises(ConfigError, match=r"126980 bytes of shared memory.*101376"):
+        made(101_376, kv_format="fp8")
+    assert made(101_376, kv_format="auto").kv_format == "bf16"
+    assert made(101_376, kv_format="fp8", block_tokens=32).kv_format == "fp8"
+    assert made(232_448, kv_format="fp8", block_tokens=128).kv_format == "fp8"
+    with pytest.raises(ConfigError, match="186372 bytes"):
+        made(166_912, kv_format="fp8", block_tokens=128)
 
 
 def test_the_cpu_serves_where_no_gpu_can():
