@@ -84,12 +84,15 @@ def probe_kernels(ops: OpSet, model: RunningModel) -> dict[str, Rate]:
     return rates
 
 
-def packed(name: str, rows: int, cols: int) -> PackedTensor:
+def packed(name: str, rows: int, cols: int, device: torch.device | None = None) -> PackedTensor:
     """A matrix of format ``name`` whose bytes are all written, so that they lie in memory."""
     layout = load_formats()[name].layout((rows, cols))
     parts = {
         part: torch.full(
-            want.shapes[0], FILLING if want.dtype is torch.uint8 else 0.5, dtype=want.dtype
+            want.shapes[0],
+            FILLING if want.dtype is torch.uint8 else 0.5,
+            dtype=want.dtype,
+            device=device,
         )
         for part, want in layout.items()
     }

@@ -32,6 +32,9 @@ from headrace.explain.running_cost import (
 )
 from headrace.machine.profile import MachineProfile
 
+# Lengths at which attention is measured on a GPU, where its time is no straight line.
+ATTENTION_POINTS = (128, 512, 2048, 8192, 32768, 131072)
+
 # Calls from Python of a layer: with its halves fused, and one by one (layers/attention.py, dense.py).
 FUSED_CALLS, SINGLE_CALLS = 2, 10
 MIXTURE_CALLS = 4  # norm, router, choice, experts
