@@ -87,7 +87,8 @@ def build(
         return Norm(ops, torch.ones(of.hidden, device=target), of.norm_eps)
 
     def mixture(index: int) -> Mixture:
-        assert of.moe is not None and executor is not None
+        assert of.moe is not None
+        assert executor is not None
         rows = torch.randn(of.moe.num_experts, of.hidden, device=target, generator=generator)
         packed = PackedTensor("f32", tuple(rows.shape), {"data": rows * of.hidden**-0.5})
         linear = Linear(ops, packed, vector(of.moe.num_experts))
@@ -185,7 +186,7 @@ def engine_of(
 
 def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
     """Let the engine's steps yield random tokens instead of the model's own."""
-    runner: Any = engine._runner  # noqa: SLF001  the seam that a benchmark needs and a product does not
+    runner: Any = engine._runner  # the seam that a benchmark needs and a product does not
     compute = runner.compute
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,7 +1,8 @@
 """Seconds that this engine's kernels take on a GPU, one after another in a captured graph, as in a step.
 
 On matrices and caches of a model's shapes, but nobody's: ``explain.kernel_rates`` predicts steps from them.
-Everything is read cold: matrices and caches take turns over more memory than the GPU's cache holds. Times
+Everything is read cold: each call has data of its own, and the GPU's cache is filled with other data before
+each run. (A norm whose 2 KB of weights were in the cache took 1.4 us instead of 1.9, H200, 2026-11-30.) Times
 are the GPU's own, of a graph of many calls, so that they hold what a kernel costs beside its bytes: its
 start, its tail, the fill of the memory's pipeline. The shortest of several runs counts.
 """
@@ -19,14 +20,15 @@ from headrace.core.errors import InternalError
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
 from headrace.engine.decode_graphs import best_of
+from headrace.engine.gpu_profiler import mark_seconds
 from headrace.engine.kernel_probe import packed
 from headrace.engine.this_machine import measured_rate
 from headrace.explain import leaf
-from headrace.explain.kernel_rates import ATTENTION_POINTS, rate_name
-from headrace.explain.running_cost import MATRICES, RunningModel, Stored
+from headrace.explain.gpu_kernel_rates import ATTENTION_POINTS
+from headrace.explain.running_cost import MATRICES, RunningModel, Stored, rate_name
 from headrace.formats.base import PackedTensor
 from headrace.kv.storage import DTYPES
-from headrace.machine.device import Device
+from headrace.machine.device import Device, Graph
 from headrace.machine.profile import Rate
 from headrace.ops.measure import Marks, step_marks
 from headrace.ops.records import (
@@ -37,7 +39,7 @@ from headrace.ops.records import (
     LayerKV,
     RopeTable,
 )
-from headrace.ops.registry import OpSet
+from headrace.ops.registry import BLOCKS, OpSet
 
 COLD_NBYTES = 128 << 20  # more than twice the 50 MB of an H200's L2 cache
 LARGEST_NBYTES = 256 << 20  # of one matrix: of larger ones fewer rows are taken, at the same rate
@@ -69,6 +71,7 @@ class GpuProbe:
         self._device, self._ops, self._model = device, ops, model
         self._marks = make_marks(device.torch_device)
         self._cold = cold_nbytes
+        self._other = torch.zeros(cold_nbytes, dtype=torch.uint8, device=device.torch_device)
 
     def rates(self) -> dict[str, Rate]:
         """Every rate by name; see ``explain.kernel_rates``."""
@@ -76,7 +79,7 @@ class GpuProbe:
             found = self._rows()
             found |= self._matrices(found)
             if self._model.kv_format in DTYPES:
-                found |= self._attention(found)
+                found |= self._attention()
         return found
 
     # ---- timing ---------------------------------------------------------------------------------
@@ -94,14 +97,17 @@ class GpuProbe:
             return ()
 
         graph.capture(work)
-        times: list[float] = []
-        for _ in range(RUNS):
-            graph.replay()
-            times += self._marks.seconds(1)
-        return min(times) / count
+        return min(self._cold_run(graph, 1)[0] for _ in range(RUNS)) / count
+
+    def _cold_run(self, graph: Graph, intervals: int) -> list[float]:
+        """Seconds between the graph's marks, replayed while the cache holds something else."""
+        self._other.add_(1)
+        graph.replay()
+        return self._marks.seconds(intervals)
 
     def _turns(self, nbytes: float) -> int:
-        return max(1, int(self._cold // max(nbytes, 1)) + 1)
+        """Copies of data of a call: one for each of ``CALLS``, within the memory that caches hold."""
+        return max(1, min(CALLS, int(self._cold // max(nbytes, 1)) + 1))
 
     def _ones(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.ones(*shape, dtype=dtype, device=self._device.torch_device)
@@ -114,7 +120,7 @@ class GpuProbe:
             stored = [self._model.matrices[k] for k in kinds if k in self._model.matrices]
             if not stored or ident in (leaf.EMBED, leaf.EXPERTS_GPU):
                 continue
-            shapes = [_fewer_rows(s) for s in stored]
+            shapes = [_fewer_rows(s, LARGEST_NBYTES) for s in stored]
             sets = [self._set(shapes) for _ in range(self._turns(_nbytes(self._set(shapes))))]
             nbytes, elements = _nbytes(sets[0]), sum(w.rows * w.cols for w in sets[0])
             cols, name = shapes[0].cols, rate_name(ident)
@@ -125,6 +131,10 @@ class GpuProbe:
                 one = self._dense_s(cols, sets) - known["call_rmsnorm"].value
             else:
                 one = self.seconds(calls)
+            if (
+                shapes != stored
+            ):  # a larger one's tail is the same, and its bytes go on at the same rate
+                nbytes, one = self._whole(ident, stored, row, (nbytes, one))
             count = HEAD_ROWS if ident == leaf.LM_HEAD else MANY
             rows = self._ones(count, cols)
             many = self.seconds([partial(self._product, ident, rows, w) for w in sets[:4]])
@@ -143,6 +153,16 @@ class GpuProbe:
         x, norm = self._ones(1, hidden), self._ones(hidden)
         blocks = [DenseBlock(norm, 1e-5, w[0], w[1], w[2], Activation()) for w in sets]
         return self.seconds([partial(self._ops.dense_block, x, b) for b in blocks])
+
+    def _whole(
+        self, ident: str, stored: Sequence[Stored], row: torch.Tensor, most: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Bytes and seconds of matrices that are too large to try, from ``most`` and from half of it."""
+        half = self._set([_fewer_rows(s, LARGEST_NBYTES // 2) for s in stored])
+        seconds = self.seconds([partial(self._product, ident, row, half)])
+        slope = (most[1] - seconds) / (most[0] - _nbytes(half))
+        nbytes = sum(s.nbytes / s.count for s in stored)
+        return nbytes, most[1] + max(slope, 0.0) * (nbytes - most[0])
 
     def _set(self, shapes: Sequence[Stored]) -> list[PackedTensor]:
         device = self._device.torch_device
@@ -167,9 +187,9 @@ class GpuProbe:
     def _rows(self) -> dict[str, Rate]:
         spec, ops = self._model.spec, self._ops
         x, many = self._ones(1, spec.hidden), self._ones(MANY, spec.hidden)
-        weight = self._ones(spec.hidden)
-        norm_s = self.seconds([lambda: ops.rmsnorm(x, weight, 1e-5)])
-        rows_s = self.seconds([lambda: ops.rmsnorm(many, weight, 1e-5)])
+        weights = [self._ones(spec.hidden) for _ in range(CALLS)]
+        norm_s = self.seconds([partial(ops.rmsnorm, x, weight, 1e-5) for weight in weights])
+        rows_s = self.seconds([lambda: ops.rmsnorm(many, weights[0], 1e-5)])
         logits = self._ones(1, spec.vocab)
         best_s = self.seconds([lambda: best_of(logits)])
         table = packed("bf16", 64, spec.hidden, self._device.torch_device)
@@ -187,7 +207,7 @@ class GpuProbe:
 
     # ---- attention ------------------------------------------------------------------------------
 
-    def _attention(self, known: Mapping[str, Rate]) -> dict[str, Rate]:
+    def _attention(self) -> dict[str, Rate]:
         """Seconds of a layer's attention by length, and what turning and writing keys and values takes."""
         spec = self._model.spec
         heads = f"{spec.num_heads}:{spec.num_kv_heads} heads of {spec.head_dim}"
@@ -211,9 +231,9 @@ class GpuProbe:
         found["kernel_attention_prefill"] = measured_rate(
             flops / self.seconds(calls) / 1e9, "GFLOP/s", f"{how}, {new:,} rows of {longest:,}"
         )
-        rest = self._rotation(known, found)
-        if rest is not None:
-            found["call_rope_rotation"] = measured_rate(rest, "s", f"{how}: rotation and append")
+        rotation = self._rotation()
+        if rotation is not None:
+            found["call_rope_rotation"] = measured_rate(rotation, "s", f"{how}: with the append")
         return found
 
     def _decode(self, q: torch.Tensor, cache: LayerKV, batch: AttentionBatch) -> object:
@@ -252,62 +272,67 @@ class GpuProbe:
 
         return [LayerKV(half(), half()) for _ in range(self._turns(nbytes))]
 
-    def _rotation(self, known: Mapping[str, Rate], attention: Mapping[str, Rate]) -> float | None:
-        """Seconds of what a layer's attention does beside norm, products and the attention itself: a
-        block's, less those. None where the engine has no such block, or where nothing is left."""
-        spec, model = self._model.spec, self._model
+    def _rotation(self) -> float | None:
+        """Seconds of a layer's rotation with the cache's write, a part of a block: between two marks.
+
+        None where the engine has no such block.
+        """
+        spec, model, op = self._model.spec, self._model, self._ops.chosen.get("attention_block")
         kinds = ("q", "k", "v", "o")
-        if not self._ops.has("attention_block") or any(k not in model.matrices for k in kinds):
+        if op is None or not op.marks_parts or any(k not in model.matrices for k in kinds):
             return None
         q, k, v, o = (model.matrices[kind] for kind in kinds)
         device, tokens = self._device.torch_device, ATTENTION_POINTS[0]
         half = self._ones(tokens, (spec.rope.dim or spec.head_dim) // 2)
         block = AttentionBlock(
             norm=self._ones(spec.hidden), eps=1e-5,
-            weights=tuple(packed(s.format, s.rows, s.cols, device) for s in (q, k, v, o)),  # type: ignore[arg-type]
+            weights=(
+                packed(q.format, q.rows, q.cols, device), packed(k.format, k.rows, k.cols, device),
+                packed(v.format, v.rows, v.cols, device), packed(o.format, o.rows, o.cols, device),
+            ),
             biases=(None, None, None, None), q_norm=None, k_norm=None,
             table=RopeTable(cos=half, sin=half, interleaved=False),
             heads=(spec.num_heads, spec.num_kv_heads, spec.head_dim), scale=self._scale,
             window=None, sinks=None,
         )  # fmt: skip
         x, batch = self._ones(1, spec.hidden), self._batch(1, tokens)
-        sets = [(block, c) for c in self._caches(tokens)]
-        weights = sum(s.nbytes / s.count for s in (q, k, v, o))
-        copies = self._turns(weights)
-        if copies > 1:
-            blocks = [_again(block) for _ in range(copies)]
-            sets = [(blocks[i % copies], c) for i, (_, c) in enumerate(sets)]
-        whole = self.seconds([partial(self._ops.attention_block, x, b, c, batch) for b, c in sets])
-        parts = known["call_rmsnorm"].value + attention[f"attention_t{tokens}"].value
-        for name, stored in (("qkv_projection", (q, k, v)), ("output_projection", (o,))):
-            nbytes = sum(s.nbytes / s.count for s in stored)
-            parts += nbytes / known[f"kernel_one_{name}"].value / 1e9
-        return whole - parts if whole > parts else None
+        parts = BLOCKS["attention_block"]
+        around = (parts.index("linear_group"), parts.index("rope"))
+
+        def mark(part: int) -> None:
+            if part in around:
+                self._marks.point()
+
+        caches = self._caches(tokens)
+        graph = self._device.graph()
+
+        def work() -> tuple[torch.Tensor, ...]:
+            self._marks.begin()
+            for index in range(CALLS):
+                op.function(x, block, caches[index % len(caches)], batch, mark=mark)
+            return ()
+
+        graph.capture(work)
+        runs = [self._cold_run(graph, 2 * CALLS)[1::2] for _ in range(RUNS)]
+        return max(min(sum(run) for run in runs) / CALLS - self.mark_s(), 1e-7)
+
+    def mark_s(self) -> float:
+        """What a mark adds to a graph."""
+        return mark_seconds(self._device, self._marks)
 
 
 def _points(max_context: int) -> tuple[int, ...]:
-    """Lengths up to the model's longest."""
-    beyond = [t for t in ATTENTION_POINTS if t >= max_context]
-    return tuple(t for t in ATTENTION_POINTS if t < max_context) + tuple(beyond[:1])
+    """Lengths up to the model's longest, two at least."""
+    shorter = sum(t < max_context for t in ATTENTION_POINTS)
+    return ATTENTION_POINTS[: max(shorter + 1, 2)]
 
 
-def _again(block: AttentionBlock) -> AttentionBlock:
-    """The same with matrices at other addresses."""
-
-    def copy(weight: PackedTensor) -> PackedTensor:
-        parts = {name: part.clone() for name, part in weight.parts.items()}
-        return PackedTensor(weight.format, weight.shape, parts)
-
-    q, k, v, o = block.weights
-    return replace(block, weights=(copy(q), copy(k), copy(v), copy(o)))
-
-
-def _fewer_rows(stored: Stored) -> Stored:
-    """A matrix of the same kind within ``LARGEST_NBYTES``."""
+def _fewer_rows(stored: Stored, most_nbytes: int) -> Stored:
+    """A matrix of the same kind within so many bytes."""
     nbytes = stored.nbytes / stored.count
-    if nbytes <= LARGEST_NBYTES:
+    if nbytes <= most_nbytes:
         return stored
-    return replace(stored, rows=max(1, int(stored.rows * LARGEST_NBYTES / nbytes)))
+    return replace(stored, rows=max(1, int(stored.rows * most_nbytes / nbytes)))
 
 
 def _nbytes(weights: Sequence[PackedTensor]) -> int:

@@ -103,7 +103,14 @@ def _marked(op: Op, marker: OpMarker) -> Callable[..., Any]:
     """``op.function`` with a mark behind it, or behind each of its parts."""
     name, function = op.name, op.function
     if op.marks_parts:
-        return lambda *args: function(*args, mark=lambda part: marker(name, args, part))
+
+        def block(*args: Any) -> Any:
+            def mark(part: int) -> None:
+                marker(name, args, part)
+
+            return function(*args, mark=mark)
+
+        return block
 
     def whole(*args: Any) -> Any:
         result = function(*args)
