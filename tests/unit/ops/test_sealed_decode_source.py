@@ -69,7 +69,9 @@ class _Kernel:
     def __init__(self, function: Any, structure: Any, dims: int) -> None:
         self.function, self.structure, self.dims = function, structure, dims
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *args: Any, overlaps: bool = False) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, *args: Any, overlaps: bool = False
+    ) -> None:
         packed = args[0] if self.structure is None else self.structure(*(a.value for a in args))
         self.function(ctypes.byref(packed), *grid[: self.dims])
 

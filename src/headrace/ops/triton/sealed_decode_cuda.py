@@ -158,7 +158,10 @@ def decode(
     pointers += [ctypes.c_void_p(t.data_ptr()) for t in (out, batch.context_lens)]
     numbers = (seen, shape.min_part, shape.max_parts, slots, int(sinks is not None))
     kernels["sealed_merge"].launch(
-        (heads, rows, 1), _MERGE_THREADS, *pointers, *(ctypes.c_int(n) for n in numbers),
+        (heads, rows, 1),
+        _MERGE_THREADS,
+        *pointers,
+        *(ctypes.c_int(n) for n in numbers),
         overlaps=shape.overlaps,
     )
     return out
