@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +14,8 @@ from headrace.experts.request_block import request_block
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton
 
 pytestmark = needs_triton
+
+CHUNK_NBYTES = 8 * 2048
 
 
 @st.composite
@@ -26,6 +31,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         num_slots=draw(st.integers(0, 20)),
         max_fetch=max_fetch,
         window=draw(st.sampled_from([2, 3, 5, 16])),
+        max_prefetch=draw(st.sampled_from([0, 1, 2, 4, 8])) if max_fetch else 0,
     )
     most = min(tokens * top_k, experts) * slices
     split = [draw(st.integers(0, m)) for m in range(most + 1)]
@@ -36,6 +42,8 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     return {
         "shape": shape, "split": split, "steps": steps, "top_k": top_k, "tokens": tokens,
         "full": draw(st.booleans()),
+        "guesses": draw(st.lists(st.none() | st.lists(chosen, min_size=tokens, max_size=tokens), min_size=1, max_size=5)),
+        "arrived": draw(st.lists(st.integers(0, 20), min_size=1, max_size=5)),
     }  # fmt: skip
 
 
@@ -51,7 +59,9 @@ def test_sixteen_tokens_of_eight_experts() -> None:
     steps = [
         torch.rand(16, 128, generator=generator).topk(8).indices.tolist() for _ in range(4)
     ]  # fmt: skip
-    _replay(shape, [m // 3 for m in range(128 * 4 + 1)], steps, 8, 16)
+    guesses = [steps[1], None, steps[0]]
+    shape = replace(shape, max_prefetch=16)
+    _replay(shape, [m // 3 for m in range(128 * 4 + 1)], steps, 8, 16, False, guesses, [7, 40])
 
 
 def _replay(
@@ -61,7 +71,11 @@ def _replay(
     top_k: int,
     tokens: int,
     full: bool = False,
+    guesses: Sequence[list[list[int]] | None] = (None,),
+    arrived: Sequence[int] = (0,),
 ) -> None:
+    """Every layer's plan; before it, what ``guesses`` in turn says is prefetched, unless it is None, and
+    of that the next number of ``arrived`` chunks is there."""
     from headrace.ops.triton import expert_state
 
     tables = oracle.new_tables(shape)
@@ -74,7 +88,7 @@ def _replay(
     )
     geometry = expert_state.PlanGeometry(
         shape.num_layers, shape.num_experts, shape.num_slices, shape.num_slots, shape.max_fetch,
-        shape.window, tokens, top_k, request,
+        shape.window, tokens, top_k, request, shape.max_prefetch, 3 * CHUNK_NBYTES,
     )  # fmt: skip
     block = torch.zeros(where.nbytes // 4, dtype=torch.int32)
     if DEVICE.type == "cuda":
@@ -93,7 +107,18 @@ def _replay(
         for layer in range(shape.num_layers):
             rows = ids if layer == 0 else steps[(number * 3 + 1) % len(steps)]
             weights = [[(0.5 + t + j) / 8 for j in range(top_k)] for t in range(tokens)]
-            plan = oracle.plan_layer(shape, tables, layer, rows, weights, split)
+            at = number * shape.num_layers + layer
+            ahead = oracle.NOTHING_PREFETCHED
+            guess = guesses[at % len(guesses)] if shape.max_prefetch else None
+            if guess is not None:
+                items = oracle.foresee(shape, tables, layer, guess)
+                ahead = oracle.Prefetched(items, arrived[at % len(arrived)], 3)
+                expert_state.choose(
+                    state, layer, torch.tensor(guess, dtype=torch.int32, device=DEVICE)
+                )
+                _compare_choice(state, ahead, shape)
+                state.arrived[number % 16] = ahead.arrived
+            plan = oracle.plan_layer(shape, tables, layer, rows, weights, split, ahead)
             expert_state.plan_layer(
                 state, layer,
                 torch.tensor(rows, dtype=torch.int32, device=DEVICE),
@@ -136,6 +161,11 @@ def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> 
     assert state.hits[: counts[0]].tolist() == _entries(plan.hits, shape)
     assert state.fetches[: counts[1]].tolist() == _entries(plan.fetches, shape)
     assert state.pair_of.tolist() == list(plan.pair_of)
+    if shape.max_prefetch:
+        assert state.origins[: counts[1]].tolist() == list(plan.origins)
+        free = [-1] * (shape.max_prefetch - len(plan.homes))
+        assert state.homes.tolist() == [*plan.homes, *free]
+        assert int(state.state[8]) == sum(1 << place for place in plan.origins if place >= 0)
     pairs = len(plan.pairs)
     assert state.pair_token[:pairs].tolist() == [token for token, _ in plan.pairs]
     assert state.pair_weight[:pairs].tolist() == [weight for _, weight in plan.pairs]
@@ -144,6 +174,18 @@ def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> 
         for pair in range(entry.first_pair, entry.first_pair + entry.num_pairs):
             here[pair] |= 1 << entry.slice_index
     assert state.on_gpu[:pairs].tolist() == here
+
+
+def _compare_choice(
+    state: object, ahead: oracle.Prefetched, shape: oracle.PlanShape
+) -> None:
+    count = int(state.state[7])
+    items = [divmod(index, shape.num_slices) for index in state.foreseen[:count].tolist()]
+    assert tuple(items) == ahead.items
+    places = {e * shape.num_slices + s: place for place, (e, s) in enumerate(ahead.items)}
+    size = shape.num_experts * shape.num_slices
+    assert state.place_of.tolist() == [places.get(index, -1) for index in range(size)]
+    assert int(state.arrived.sum()) == 0
 
 
 def _compare_tables(state: object, tables: oracle.CacheTables) -> None:

@@ -19,11 +19,13 @@ from headrace.ops.triton.expert_plan import COUNT_FETCHES, TOTAL_FETCH_NS, clock
 
 @triton.jit
 def expert_gather(
-    bases, arena, fetches, counts, totals, layer, SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr
-):
+    bases, arena, fetches, counts, totals, origins, arrived, layer, SLICE_NBYTES: tl.constexpr,
+    WORDS: tl.constexpr, AHEAD: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     """Copy every fetch of the layer. bases: int64 [L], addresses of the layers' first slabs; WORDS:
     8-byte words that a program moves at a time. Any grid. All programs share the work evenly, so the
-    first one's time, which ``totals`` takes, is that of all."""
+    first one's time, which ``totals`` takes, is that of all. AHEAD: chunks that PROGRAMS have prefetched
+    are left out; where those are as many programs as here, what remains is evenly shared, too."""
     start = clock_ns()
     num_words: tl.constexpr = SLICE_NBYTES // 8
     num_chunks: tl.constexpr = (num_words + WORDS - 1) // WORDS
@@ -32,8 +34,13 @@ def expert_gather(
     w = tl.arange(0, WORDS)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         entry = fetches + (item // num_chunks) * 4
-        at = (item % num_chunks) * WORDS + w
+        chunk = item % num_chunks
+        at = chunk * WORDS + w
         ok = at < num_words
+        if AHEAD:
+            place = tl.load(origins + item // num_chunks)
+            g = tl.maximum(place, 0) * num_chunks + chunk
+            ok = ok & ((place < 0) | (g // PROGRAMS >= tl.load(arrived + g % PROGRAMS)))
         # Slices are pages, so every address here is a multiple of 16 bytes.
         source = tl.multiple_of(base + tl.load(entry + 1).to(tl.int64) * SLICE_NBYTES, 4096)
         source = source.to(tl.pointer_type(tl.int64))

@@ -15,12 +15,17 @@ from dataclasses import dataclass
 import torch
 
 from headrace.core.errors import ConfigError, InternalError
-from headrace.ops.triton.expert_plan import begin_step, expert_plan, rank_victims
+from headrace.ops.triton.expert_foresight import choose_prefetches
+from headrace.ops.triton.expert_plan import STATE_FORESEEN, expert_plan
+from headrace.ops.triton.expert_rank import begin_step, rank_victims
 
 NUM_COUNTS = 8
-# After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them.
-NUM_TOTALS = NUM_COUNTS + 3
-NUM_STATES = 8
+# After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them; chunks
+# prefetched, chunks of them that were needed, nanoseconds of prefetches.
+NUM_TOTALS = NUM_COUNTS + 6
+NUM_STATES = 9
+PREFETCH_PROGRAMS = 16  # as many as gather; a power of two
+COPY_WORDS = 2048  # 8-byte words that a program of gather or prefetch moves at a time
 NUM_COUNTERS = 3  # of an expert, cache_policy.HALF_LIVES
 NUM_CONSTANTS = 7  # before the turns
 # Slots ranked by one program; few, so that thousands of slots fill the GPU. Each meets all others
@@ -41,9 +46,12 @@ class PlanGeometry:
 
     window: units of the ranking that compete to be a layer's victims (``ValueConstants.window``)
     request: int32 offsets of header, items, pair_token and pair_weight in the request block
+    max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16; slice_nbytes: needed
+        for them
 
     Raises:
         ConfigError: more slices than the kernels count.
+        InternalError: another number of prefetches.
     """
 
     num_layers: int
@@ -55,8 +63,12 @@ class PlanGeometry:
     max_tokens: int
     top_k: int
     request: tuple[int, int, int, int]
+    max_prefetch: int = 0
+    slice_nbytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.max_prefetch not in (0, 1, 2, 4, 8, 16):
+            raise InternalError(f"{self.max_prefetch} prefetches, expected 0 or a power of two")
         if self.num_slices > MOST_SLICES:
             raise ConfigError(
                 f"experts in {self.num_slices} slices, the GPU's kernels take {MOST_SLICES}",
@@ -66,6 +78,11 @@ class PlanGeometry:
     @property
     def max_uses(self) -> int:
         return self.max_tokens * self.top_k
+
+    @property
+    def slice_chunks(self) -> int:
+        """Chunks in which a slice is copied."""
+        return max(-(-self.slice_nbytes // (8 * COPY_WORDS)), 1)
 
     @property
     def max_missing(self) -> int:
@@ -97,6 +114,12 @@ class PlanState:
     pair_of: torch.Tensor
     on_gpu: torch.Tensor
     totals: torch.Tensor
+    foreseen: torch.Tensor
+    place_of: torch.Tensor
+    arrived: torch.Tensor
+    origins: torch.Tensor
+    homes: torch.Tensor
+    guesses: torch.Tensor
     block: torch.Tensor | None
 
 
@@ -119,6 +142,9 @@ def new_plan_state(
     def ints(*shape: int, value: int = 0) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
+    places = max(g.max_prefetch, 1)
+    state = ints(NUM_STATES)
+    state[STATE_FORESEEN.value] = -1  # nothing is foreseen for the first plan
     return PlanState(
         geometry=g,
         slot_of=ints(rows * g.num_slices, value=-1),
@@ -130,7 +156,7 @@ def new_plan_state(
         victims=torch.arange(max(g.num_slots, 1), dtype=torch.int32, device=device),
         scratch=ints(2 * g.window + g.max_fetch),
         split=ints(g.num_layers, g.max_missing + 1),
-        state=ints(NUM_STATES),
+        state=state,
         counts=ints(NUM_COUNTS),
         hits=ints(g.max_missing, 4),
         fetches=ints(max(g.max_fetch, 1), 4),
@@ -139,6 +165,12 @@ def new_plan_state(
         pair_of=ints(g.max_uses, value=-1),
         on_gpu=ints(g.max_uses),
         totals=torch.zeros(NUM_TOTALS, dtype=torch.int64, device=device),
+        foreseen=ints(places),
+        place_of=ints(g.num_experts * g.num_slices, value=-1),
+        arrived=ints(PREFETCH_PROGRAMS),
+        origins=ints(max(g.max_fetch, 1), value=-1),
+        homes=ints(places, value=-1),
+        guesses=ints(g.max_tokens, g.top_k),
         block=block,
     )
 
@@ -168,12 +200,27 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         ids, weights, state.slot_of, state.owner_of, state.counters, state.values, state.last_use,
         state.constants, state.victims, state.scratch, state.split, state.state, state.counts,
         state.hits, state.fetches, state.pair_token, state.pair_weight, state.pair_of,
-        state.on_gpu, state.totals, block, layer,
+        state.on_gpu, state.totals, state.place_of, state.arrived, state.origins, state.homes, block,
+        layer,
         uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
         g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
         _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
-        num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
+        g.max_prefetch, PREFETCH_PROGRAMS, g.slice_chunks, num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
         enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def choose(
+    state: PlanState, layer: int, guesses: torch.Tensor, valid: torch.Tensor | None = None
+) -> None:
+    """Choose what to prefetch for a layer, before its plan. guesses: int32 [T, k], contiguous, the surest
+    first; valid: bool [T], rows that count; None: all."""
+    g, (tokens, top_k) = state.geometry, guesses.shape
+    choose_prefetches[(1,)](
+        guesses, guesses if valid is None else valid, state.slot_of, state.state, state.foreseen,
+        state.place_of, state.arrived, layer, tokens, top_k, g.num_experts, g.num_slices,
+        g.max_prefetch, PREFETCH_PROGRAMS, valid is not None, _power_of_two(tokens * top_k),
+        _power_of_two(g.num_slices), num_warps=4,
     )  # fmt: skip
 
 
