@@ -33,7 +33,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_FAILED,
     STATE_SEQ,
 )
-from headrace.ops.triton.expert_state import PlanState
+from headrace.ops.triton.expert_state import COPY_WORDS, PREFETCH_PROGRAMS, PlanState
 
 FORMATS = ("mxfp4", "bf16")
 WEIGHTS_OF_SCALE = 32  # MXFP4
@@ -92,7 +92,6 @@ class Tuning:
     down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
-    gather_words: int = 2048
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
 
@@ -102,7 +101,7 @@ class ExpertLauncher:
 
     Args:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
-        arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
+        arena: uint8 [(num_slots + max_fetch + max_prefetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
         multiprocessors: of the device, the unit of the grids; found out if None.
     """
@@ -167,8 +166,10 @@ class ExpertLauncher:
         t = self.tuning
         expert_gather[(t.gather_programs,)](
             self._bases, self._arena, self._state.fetches if fetches is None else fetches,
-            self._state.counts, self._state.totals, layer,
-            self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
+            self._state.counts, self._state.totals, self._state.origins, self._state.arrived, layer,
+            self._geometry.slice_nbytes, COPY_WORDS,
+            self._state.geometry.max_prefetch > 0 and fetches is None, PREFETCH_PROGRAMS,
+            num_warps=t.gather_warps,
         )  # fmt: skip
 
     def hits(self, x: torch.Tensor) -> None:
