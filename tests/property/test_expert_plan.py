@@ -36,13 +36,12 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     most = min(tokens * top_k, experts) * slices
     split = [draw(st.integers(0, m)) for m in range(most + 1)]
     chosen = st.lists(st.integers(-1, experts - 1), min_size=top_k, max_size=top_k, unique=True)
-    steps = draw(
-        st.lists(st.lists(chosen, min_size=tokens, max_size=tokens), min_size=2, max_size=8)
-    )
+    routes = st.lists(chosen, min_size=tokens, max_size=tokens)
+    steps = draw(st.lists(routes, min_size=2, max_size=8))
     return {
         "shape": shape, "split": split, "steps": steps, "top_k": top_k, "tokens": tokens,
         "full": draw(st.booleans()),
-        "guesses": draw(st.lists(st.none() | st.lists(chosen, min_size=tokens, max_size=tokens), min_size=1, max_size=5)),
+        "guesses": draw(st.lists(st.none() | routes, min_size=1, max_size=5)),
         "arrived": draw(st.lists(st.integers(0, 20), min_size=1, max_size=5)),
     }  # fmt: skip
 
@@ -176,9 +175,7 @@ def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> 
     assert state.on_gpu[:pairs].tolist() == here
 
 
-def _compare_choice(
-    state: object, ahead: oracle.Prefetched, shape: oracle.PlanShape
-) -> None:
+def _compare_choice(state: object, ahead: oracle.Prefetched, shape: oracle.PlanShape) -> None:
     count = int(state.state[7])
     items = [divmod(index, shape.num_slices) for index in state.foreseen[:count].tolist()]
     assert tuple(items) == ahead.items

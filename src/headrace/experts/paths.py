@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.experts.items import Items
 from headrace.experts.foresight import FORMATS, guess
+from headrace.experts.items import Items
 from headrace.experts.plan_oracle import (
     FREE,
     NO_PLACE,

@@ -92,6 +92,7 @@ class Tuning:
     down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
+    gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
 
@@ -164,12 +165,12 @@ class ExpertLauncher:
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
+        ahead = self._state.geometry.max_prefetch > 0 and fetches is None
         expert_gather[(t.gather_programs,)](
             self._bases, self._arena, self._state.fetches if fetches is None else fetches,
             self._state.counts, self._state.totals, self._state.origins, self._state.arrived, layer,
-            self._geometry.slice_nbytes, COPY_WORDS,
-            self._state.geometry.max_prefetch > 0 and fetches is None, PREFETCH_PROGRAMS,
-            num_warps=t.gather_warps,
+            self._geometry.slice_nbytes, COPY_WORDS if ahead else t.gather_words, ahead,
+            PREFETCH_PROGRAMS, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def hits(self, x: torch.Tensor) -> None:
