@@ -23,7 +23,8 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
     store, paths = executor.store, executor.paths
     layout, state = store.layout, paths.state
     share = executor._prefill._cpu
-    assert share is not None and executor.service is not None
+    assert share is not None
+    assert executor.service is not None
     device = state.counts.device
     x = torch.randn(TOKENS, geo.HIDDEN)
     ids = torch.arange(geo.EXPERTS, dtype=torch.int32).view(TOKENS, geo.TOP_K)

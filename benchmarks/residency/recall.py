@@ -9,6 +9,7 @@ that are among the guess's k, and of the guess's first and first two that are am
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def recall(
     plain = decoder._layers
     layers = [Watched(x, guesses) if isinstance(x.feed_forward, Mixture) else x for x in plain]
     watched = [x for x in layers if isinstance(x, Watched)]
-    for one, following in zip(watched, watched[1:]):
+    for one, following in itertools.pairwise(watched):
         one.next = following
     decoder.on_routing = lambda _, found: chosen.append(found.clone())
     decoder._layers = tuple(layers)

@@ -94,7 +94,8 @@ SPECS = [
     ),
     spec(
         "expert_foresight", "guess_logits",
-        {"COLS": 2880, "HAS_BIAS": True, "ROWS": 2, "TILE": 1024}, weight="*bf16", stride="i32", scale="*fp32",
+        {"COLS": 2880, "HAS_BIAS": True, "ROWS": 2, "TILE": 1024}, weight="*bf16", stride="i32",
+        scale="*fp32",
     ),
     spec(
         "expert_foresight", "choose_prefetches",
@@ -104,7 +105,7 @@ SPECS = [
     ),
     spec(
         "expert_foresight", "expert_prefetch",
-        {"FIRST_SLOT": 2000, "SLICE_NBYTES": 2658304, "WORDS": 2048},
+        {"FIRST_SLOT": 2000, "SLICE_NBYTES": 2658304, "WORDS": 2048, "THREADS": 128},
         **AHEAD, bases="*i64", arena="*u8",
     ),
     spec(
@@ -135,6 +136,7 @@ PLAN = {
     **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
     "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
     "WINDOW": 160, "WP": 256, "CHUNK": 256, "MAX_PREFETCH": 4, "PROGRAMS": 16, "SLICE_CHUNKS": 163,
+    "THREADS": 256,
 }  # fmt: skip
 FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
 

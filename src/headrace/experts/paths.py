@@ -92,7 +92,8 @@ class CacheView:
 
 
 class ExpertPaths(Protocol):
-    """The steps of a layer: perhaps foresee and prefetch; prepare, plan, then gather beside hits, fetched, await_cpu, combine."""
+    """The steps of a layer: foresee and prefetch, or neither; prepare; plan; then gather (and settle, if
+    something was foreseen) beside hits, fetched, await_cpu; combine."""
 
     def begin_step(self) -> None:
         """Advance the clock and rank the slots; once a step, before its first layer."""

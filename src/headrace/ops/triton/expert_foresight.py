@@ -100,9 +100,17 @@ def choose_prefetches(
 
 
 @triton.jit
+def _plans_made(state, THREADS: tl.constexpr):
+    """STATE_PLANS as it is now, the same for all THREADS of a program: warps that read it for themselves
+    might disagree, and some would copy a part of a chunk that the others leave out."""
+    each = tl.load(state + STATE_PLANS + tl.zeros([THREADS], tl.int32), volatile=True)
+    return tl.max(each, 0)
+
+
+@triton.jit
 def expert_prefetch(
     bases, arena, foreseen, arrived, state, totals, layer, FIRST_SLOT: tl.constexpr,
-    SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr,
+    SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Copy the listed slices into their slots, chunk by chunk over all programs, until the plan is made.
     Chunk g of all is program g % programs' (``expert_gather`` counts on it)."""
@@ -115,8 +123,7 @@ def expert_prefetch(
     w = tl.arange(0, WORDS)
     done = total * 0
     g = tl.program_id(0) + total * 0
-    due = tl.load(state + STATE_PLANS, volatile=True) == expected
-    going = (due & (g < total)).to(tl.int32)
+    going = ((_plans_made(state, THREADS) == expected) & (g < total)).to(tl.int32)
     while going != 0:
         place = g // num_chunks
         at = (g % num_chunks) * WORDS + w
@@ -131,8 +138,7 @@ def expert_prefetch(
         done += 1
         tl.store(arrived + tl.program_id(0), done)
         g += tl.num_programs(0)
-        due = tl.load(state + STATE_PLANS, volatile=True) == expected
-        going = (due & (g < total)).to(tl.int32)
+        going = ((_plans_made(state, THREADS) == expected) & (g < total)).to(tl.int32)
     tl.debug_barrier()
     if (tl.program_id(0) == 0) & (done > 0):
         spent = totals + TOTAL_PREFETCH_NS

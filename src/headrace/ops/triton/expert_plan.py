@@ -109,7 +109,7 @@ def expert_plan(
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, FP: tl.constexpr,
     WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr, MAX_PREFETCH: tl.constexpr,
-    PROGRAMS: tl.constexpr, SLICE_CHUNKS: tl.constexpr,
+    PROGRAMS: tl.constexpr, SLICE_CHUNKS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Plan one layer; one program. ids int32, weights float32 [USES]; AT_*: int32 offsets in ``block``;
     N, SP, FP, WP: USES, S, MAX_FETCH and WINDOW rounded up to powers of two; CHUNK: slots of the
@@ -151,10 +151,14 @@ def expert_plan(
     needed = tl.sum(num_miss, 0) * 0  # bit p: the prefetched slice of place p is missing
     ahead_of = tl.sum(num_hit, 0) * 0  # slices' worth of them that is there
     if MAX_PREFETCH > 0:
-        if tl.load(state + STATE_FORESEEN) == tl.load(state + STATE_PLANS):
+        due = tl.load(state + STATE_FORESEEN) == tl.load(state + STATE_PLANS)
+        if due:
             place = tl.load(place_of + e[:, None] * S + piece, mask=miss != 0, other=-1)
             needed = tl.sum(tl.sum(tl.where(place >= 0, 1 << place, 0), 1), 0)
-            sent = tl.sum(tl.load(arrived + tl.arange(0, PROGRAMS), volatile=True), 0)
+            # The counts grow meanwhile: one thread reads each, so that all agree.
+            each = tl.arange(0, THREADS)
+            counts_now = tl.load(arrived + each, mask=each < PROGRAMS, other=0, volatile=True)
+            sent = tl.sum(counts_now, 0)
             ahead_of = _slices_ahead(needed, sent, MAX_PREFETCH, SLICE_CHUNKS)
     foreseen = (place >= 0).to(tl.int32)
     num_plain = num_miss - tl.sum(foreseen, 1)
@@ -346,9 +350,10 @@ def _admit(
     """Offer each fetch from ``first`` on the next victim by worth; returns how many now have a slot.
 
     The order by turn is never made: fetches fall in value, apart from the ``num_foreseen`` first, and
-    victims rise in worth, so all is over at the first refusal after those, and a victim is the smallest of WINDOW numbers in registers: two reductions
-    and 48 instructions for each admission, of which a layer has three or four. Ranking 160 victims by
-    comparison would be 65,536 of them each time, more than the rest of the kernel.
+    victims rise in worth, so all is over at the first refusal after those, and a victim is the smallest
+    of WINDOW numbers in registers: two reductions and 48 instructions for each admission, of which a
+    layer has three or four. Ranking 160 victims by comparison would be 65,536 of them each time, more
+    than the rest of the kernel.
     """
     n = tl.arange(0, WP)
     inside = n < found

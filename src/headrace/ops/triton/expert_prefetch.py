@@ -23,6 +23,7 @@ from headrace.ops.triton.router import router_topk
 
 GUESS_ROWS = 2  # experts of a program: 64 programs for 128 experts read a router within 3 us
 GUESS_TILE = 1024
+PREFETCH_WARPS = 8
 SETTLE_PROGRAMS = 32  # of each slice; a slice is copied in some microseconds
 FORMATS = ("f32", "f16", "bf16")  # of routers
 
@@ -57,7 +58,8 @@ class PrefetchLauncher:
         s = self._state
         expert_prefetch[(PREFETCH_PROGRAMS,)](
             self._bases, self._arena, s.foreseen, s.arrived, s.state, s.totals, layer,
-            self._first_slot, s.geometry.slice_nbytes, COPY_WORDS, num_warps=8,
+            self._first_slot, s.geometry.slice_nbytes, COPY_WORDS, 32 * PREFETCH_WARPS,
+            num_warps=PREFETCH_WARPS,
         )  # fmt: skip
 
     def settle(self) -> None:

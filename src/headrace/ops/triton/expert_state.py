@@ -205,8 +205,8 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
         g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
         _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
-        g.max_prefetch, PREFETCH_PROGRAMS, g.slice_chunks, num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
-        enable_fp_fusion=False,
+        g.max_prefetch, PREFETCH_PROGRAMS, g.slice_chunks, 32 * warps, num_warps=warps,
+        maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)), enable_fp_fusion=False,
     )  # fmt: skip
 
 
