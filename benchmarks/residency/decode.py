@@ -88,6 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="slices prefetched for a layer at most; several: one after the other, the last reported",
     )  # fmt: skip
     parser.add_argument(
+        "--guesses", action="store_true", help="compare all guesses with the routing"
+    )
+    parser.add_argument(
         "--recall", type=float, help="forced: given routing, guesses right with this probability"
     )
     parser.add_argument(
@@ -160,7 +163,7 @@ def main() -> None:
             graphs = capture()
             for part, found in figures_of(
                 graphs, capture, tokens, executor, layout.slice_nbytes, given,
-                (options.pcie, options.cpu),
+                rates_of(options, layout.slice_nbytes), later,
             ):  # fmt: skip
                 say(f"{name}_{part}", found)
             logits = logits_after(graphs, tokens[:SAME_TOKENS], executor)
@@ -170,7 +173,7 @@ def main() -> None:
             say("driver_used_gib", (free_before - device.memory().free_nbytes) / GIB)
             if given is None:
                 say("errors", [check(executor, store, layer) for layer in (0, 5, 11)])
-            if given is None and prefetch == options.prefetch[-1]:
+            if given is None and options.guesses and prefetch == options.prefetch[-1]:
                 say("recall", recall(decoder, kv, tokens[:RECALL_TOKENS], device.torch_device))
         except Exception:
             say("failed", traceback.format_exc()[-2500:])

@@ -15,6 +15,9 @@ from benchmarks.residency.timeline import Stamped, intervals
 from headrace.core.step import ScheduledChunk
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts.executor import HybridExecutor
+from headrace.experts.live import LiveExperts
+from headrace.experts.rates import RateTracker
+from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
 
 BLOCK_TOKENS = 16
@@ -31,9 +34,13 @@ class Nothing:
 
 
 class Later:
-    """Stands in the decoder's place for an executor that is made once memory is known."""
+    """Stands in the decoder's place for an executor that is made once memory is known.
+
+    foresees: whether layers are guessed; graphs keep what it was when they were captured.
+    """
 
     target: Any = Nothing()
+    foresees = True
 
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -41,7 +48,7 @@ class Later:
         return self.target(layer, x, ids, weights)
 
     def foresee(self, layer: int, x: torch.Tensor, router: Any, valid: torch.Tensor | None) -> None:
-        if not isinstance(self.target, Nothing):
+        if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
 
 
@@ -159,6 +166,57 @@ def check(executor: HybridExecutor, store: HostStore, layer: int) -> float:
     return float((found[0].double() - want).abs().max() / want.abs().max())
 
 
+def settled_rates(
+    graphs: DecodeGraphs,
+    tokens: Sequence[int],
+    executor: HybridExecutor,
+    rates: PathRates,
+    given: Any,
+) -> dict[str, Any]:
+    """Decode as the engine does, with rates corrected on live steps; the split stays as it is then."""
+    live = LiveExperts(executor, RateTracker(rates))
+    blocks = tuple(range(CONTEXT_TOKENS // BLOCK_TOKENS))
+    for at, token in enumerate(tokens):
+        if given is not None:
+            given.advance()
+        live.step_begins(1)
+        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).best.cpu()
+        live.step_ended()
+    assert live.tracker is not None
+    found = live.tracker.rates
+    executor.set_rates(found)
+    return {"pcie": found.pcie_gbps, "cpu": found.cpu_gbps, "split": executor.table}
+
+
+def alternating(
+    capture: Any, tokens: Sequence[int], executor: HybridExecutor, later: Later, rounds: int = 4
+) -> dict[str, list[float]]:
+    """Tokens a second with and without guesses, in turn on the same cache: the machine's rates drift."""
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    graphs = {}
+    for name, foresees in (("with", True), ("without", False)):
+        later.foresees = foresees
+        graphs[name] = capture()
+    later.foresees = True
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            found[name].append(run_tokens(graph, tokens[:48], executor)["tok_s"])
+    return found
+
+
+def wrong_slots(executor: HybridExecutor, store: HostStore) -> int:
+    """Slots whose bytes are not those of the slice that they say they hold."""
+    paths, shape = executor.paths, executor.plan_shape
+    wrong = 0
+    for slot, key in enumerate(paths.view().owner_of.tolist()):
+        if key < 0:
+            continue
+        row, piece = divmod(key, shape.num_slices)
+        source = store.slab(*divmod(row, shape.num_experts))[piece]
+        wrong += not torch.equal(source.to("cuda", non_blocking=True), paths.slot(slot))
+    return wrong
+
+
 def timeline(
     graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor
 ) -> dict[str, Any]:
@@ -179,10 +237,12 @@ def percent_of_floor(result: dict[str, Any], pcie: float, cpu: float) -> float:
 
 def figures_of(
     graphs: DecodeGraphs, capture: Any, tokens: Sequence[int], executor: HybridExecutor,
-    nbytes: int, given: Any, rates: tuple[float, float],
+    nbytes: int, given: Any, rates: PathRates, later: Later,
 ) -> Iterator[tuple[str, Any]]:  # fmt: skip
     """All that one executor is measured by, as (name, figures). capture: makes graphs anew."""
-    run_tokens(graphs, tokens[:16], executor)
+    run_tokens(graphs, tokens[:16], executor, given=given)
+    if executor.shape.placement == "hybrid":
+        yield "settled", settled_rates(graphs, tokens[:64], executor, rates, given)
     result = measured(graphs, tokens, executor, nbytes, given)
     found: dict[str, float] = {}
     if executor.service is not None and executor.plan_shape.max_fetch:
@@ -190,8 +250,13 @@ def figures_of(
         result["percent_of_floor_measured_rates"] = percent_of_floor(
             result, found["pcie"], found["cpu"]
         )
-    result["percent_of_floor_given_rates"] = percent_of_floor(result, *rates)
+    result["percent_of_floor_given_rates"] = percent_of_floor(
+        result, rates.pcie_gbps, rates.cpu_gbps
+    )
     yield "decode", result
+    if executor.plan_shape.max_prefetch and given is None:
+        yield "alternating", alternating(capture, tokens, executor, later)
+    yield "wrong_slots", wrong_slots(executor, executor.store)
     yield "rates", found
     paths = executor.paths
     executor.paths = Stamped(paths, executor.store.num_layers, torch.device("cuda"))

@@ -37,11 +37,14 @@ class GivenRouting:
         # Another expert: none of the chosen is hit by a shift of 1 to E - 1 except by chance, which is rare.
         shifted = (ids + rng.integers(1, geo.EXPERTS, ids.shape)) % geo.EXPERTS
         guesses = np.where(wrong, shifted, ids)
+        logits = np.zeros((layers, NUM_STEPS, geo.EXPERTS), np.float32)
+        falling = np.arange(geo.TOP_K, 0, -1, dtype=np.float32)
+        np.put_along_axis(logits, guesses, np.broadcast_to(falling, guesses.shape), 2)
         self._all = [
-            torch.from_numpy(np.ascontiguousarray(a.transpose(1, 0, 2))).int().cuda()
-            for a in (ids, guesses)
+            torch.from_numpy(np.ascontiguousarray(a.transpose(1, 0, 2))).cuda()
+            for a in (ids, logits)
         ]
-        self._ids, self._guesses = (a[0].clone() for a in self._all)
+        self._ids, self._logits = (a[0].clone() for a in self._all)
         self._step = 0
         executor.paths = self
 
@@ -49,18 +52,16 @@ class GivenRouting:
         """Before a step: the next routing."""
         self._step = (self._step + 1) % NUM_STEPS
         self._ids.copy_(self._all[0][self._step])
-        self._guesses.copy_(self._all[1][self._step])
+        self._logits.copy_(self._all[1][self._step])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._paths, name)
 
-    def choose(self, layer: int) -> None:
-        self._paths._ahead.choose(layer, self._guesses[layer].unsqueeze(0), None)
-
     def foresee(self, layer: int, x: Any, router: Any, valid: Any) -> None:
         """As paths: what is guessed does not depend on x."""
-        self._paths._ahead.guess(x, router)  # its time counts
-        self.choose(layer)
+        ahead = self._paths._ahead
+        ahead.guess(x, router)  # its time counts
+        ahead.prefetch(layer, self._logits[layer].unsqueeze(0), geo.TOP_K)
 
 
 class GivenExecutor:

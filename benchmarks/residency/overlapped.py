@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from benchmarks.residency import geometry as geo
 from headrace.experts.executor import HybridExecutor
 
+FEW_EXPERTS = 2  # 26 MB: what a layer leaves to the CPU
 TOKENS = geo.EXPERTS // geo.TOP_K  # so many name every expert once
 
 
@@ -18,7 +20,8 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
 
     A layer's worth of experts (1.7 GB) goes each way at once: the gather kernel writes it into the transit
     slots, the CPU's service computes it for one token an expert. Together, both go on until each has
-    been measured while the other was busy: PCIe's share is as long as the CPU takes.
+    been measured while the other was busy: PCIe's share is as long as the CPU takes. ``cpu_of_cached`` is the
+    CPU on two experts that it has just read, ``cpu_of_few`` on two that it has not.
     """
     store, paths = executor.store, executor.paths
     layout, state = store.layout, paths.state
@@ -45,7 +48,7 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
         end.record()
         return begin, end
 
-    def compute(layer: int) -> float:
+    def compute(layer: int, keys: list[int] = keys) -> float:
         assert executor.service is not None
         before = executor.service.stats()
         share.begin(layer, x, ids, weights, keys)
@@ -58,7 +61,7 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
         torch.cuda.synchronize()
         return count * layout.slice_nbytes / begin.elapsed_time(end) / 1e6
 
-    found: dict[str, list[float]] = {"pcie": [], "cpu": [], "pcie_alone": [], "cpu_alone": []}
+    found: dict[str, list[float]] = defaultdict(list)
     short = len(keys) // 2  # so that PCIe ends before the CPU does
     for turn in range(repeats + 1):
         layer, other = turn % store.num_layers, (turn + 1) % store.num_layers
@@ -70,6 +73,10 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
         time.sleep(0.002)
         rates["cpu"] = compute(other)
         torch.cuda.synchronize()
+        few = keys[: FEW_EXPERTS * layout.num_slices]
+        compute(other, few)
+        rates["cpu_of_cached"] = compute(other, few)  # the same bytes again
+        rates["cpu_of_few"] = compute(layer, few)
         share.begin(other, x, ids, weights, keys)
         time.sleep(0.002)
         rates["pcie"] = rate(gather(layer, short), short)

@@ -20,7 +20,7 @@ from headrace.ops.triton.expert_plan import clock_ns
 # In the order of a layer; those of the side stream in the second row.
 MARKS = (
     "prepare", "planned", "hits", "joined", "fetched", "answered", "combined",
-    "guess", "foreseen", "sent", "gather", "gathered", "settled",
+    "guess", "sent", "gather", "gathered",
 )  # fmt: skip
 
 
@@ -47,10 +47,6 @@ class Stamped:
     def foresee(self, layer: int, x: Any, router: Any, valid: Any) -> None:
         self._stamp("guess", layer)
         self._paths.foresee(layer, x, router, valid)
-        self._stamp("foreseen", layer)
-
-    def prefetch(self, layer: int) -> None:
-        self._paths.prefetch(layer)
         self._stamp("sent", layer)
 
     def prepare(self, x: Any) -> None:
@@ -66,10 +62,6 @@ class Stamped:
         self._stamp("gather")
         self._paths.gather(layer)
         self._stamp("gathered")
-
-    def settle(self) -> None:
-        self._paths.settle()
-        self._stamp("settled")
 
     def hits(self, x: Any) -> None:
         self._paths.hits(x)
@@ -112,10 +104,8 @@ def intervals(steps: torch.Tensor) -> dict[str, list[float]]:
     if int(steps[:, :, MARKS.index("sent")].min()) > 0:
         between |= {
             "sum_to_guess": t["guess"][:, 1:] - t["combined"][:, :-1],
-            "guess": t["foreseen"] - t["guess"],
-            "prefetch": t["sent"] - t["foreseen"],
+            "guess_and_prefetch": t["sent"] - t["guess"],
             "prefetch_after_plan": t["sent"] - t["planned"],
-            "settle": t["settled"] - t["gathered"],
         }
     return {name: _spread(value.flatten()) for name, value in between.items()}
 

@@ -88,31 +88,24 @@ SPECS = [
     spec("mixture", "pair_down_kernel", {"HAS_BIAS": True, "ROWS": 16, "TILE": 256}, ids="*i32"),
     spec(
         "expert_gather", "expert_gather",
-        {"SLICE_NBYTES": 3317760, "WORDS": 2048, "AHEAD": True, "PROGRAMS": 16},
-        bases="*i64", arena="*u8", fetches="*i32", counts="*i32", totals="*i64", layer="i32",
-        origins="*i32", arrived="*i32",
+        {"GATHERING": 16, "SLICE_NBYTES": 3317760, "WORDS": 2048, "FIRST_SLOT": 2000,
+         "MAX_PREFETCH": 4, "PROGRAMS": 16},
+        **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
     ),
     spec(
         "expert_foresight", "guess_logits",
         {"COLS": 2880, "HAS_BIAS": True, "ROWS": 2, "TILE": 1024}, weight="*bf16", stride="i32",
         scale="*fp32",
     ),
-    spec(
-        "expert_foresight", "choose_prefetches",
-        {"TOKENS": 16, "TOP_K": 4, "E": 128, "S": 5, "MAX_PREFETCH": 4, "PROGRAMS": 16,
-         "HAS_VALID": True, "N": 64, "SP": 8},
-        **AHEAD, guesses="*i32", valid="*i1",
-    ),
-    spec(
-        "expert_foresight", "expert_prefetch",
-        {"FIRST_SLOT": 2000, "SLICE_NBYTES": 2658304, "WORDS": 2048, "THREADS": 128},
-        **AHEAD, bases="*i64", arena="*u8",
-    ),
-    spec(
-        "expert_foresight", "settle_prefetches",
-        {"FIRST_SLOT": 2000, "MAX_PREFETCH": 4, "PROGRAMS": 16, "SLICE_NBYTES": 2658304,
-         "WORDS": 2048},
-        **AHEAD, arena="*u8",
+    *(
+        spec(
+            "expert_foresight", "expert_prefetch",
+            {"TOKENS": tokens, "TOP_K": 4, "E": 128, "S": 5, "MAX_PREFETCH": 4,
+             "HAS_VALID": tokens > 1, "N": 4 * tokens, "SP": 8, "EP": 128, "FIRST_SLOT": 2000,
+             "SLICE_NBYTES": 2658304, "WORDS": 2048, "THREADS": 128},
+            **AHEAD, guesses="*i32", valid="*i1", bases="*i64", arena="*u8",
+        )
+        for tokens in (1, 16)
     ),
     spec(
         "expert_matvec",

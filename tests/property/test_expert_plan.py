@@ -16,6 +16,7 @@ from tests.fixtures.triton_interpreter import DEVICE, needs_triton
 pytestmark = needs_triton
 
 CHUNK_NBYTES = 8 * 2048
+PROGRAMS = 2  # few, for the interpreter
 
 
 @st.composite
@@ -38,10 +39,12 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     chosen = st.lists(st.integers(-1, experts - 1), min_size=top_k, max_size=top_k, unique=True)
     routes = st.lists(chosen, min_size=tokens, max_size=tokens)
     steps = draw(st.lists(routes, min_size=2, max_size=8))
+    sure = st.lists(st.integers(0, experts - 1), min_size=top_k, max_size=top_k, unique=True)
+    guess = st.lists(sure | st.just([-1] * top_k), min_size=tokens, max_size=tokens)
     return {
         "shape": shape, "split": split, "steps": steps, "top_k": top_k, "tokens": tokens,
         "full": draw(st.booleans()),
-        "guesses": draw(st.lists(st.none() | routes, min_size=1, max_size=5)),
+        "guesses": draw(st.lists(st.none() | guess, min_size=1, max_size=5)),
         "arrived": draw(st.lists(st.integers(0, 20), min_size=1, max_size=5)),
     }  # fmt: skip
 
@@ -76,6 +79,7 @@ def _replay(
     """Every layer's plan; before it, what ``guesses`` in turn says is prefetched, unless it is None, and
     of that the next number of ``arrived`` chunks is there."""
     from headrace.ops.triton import expert_state
+    from headrace.ops.triton.expert_prefetch import PrefetchLauncher
 
     tables = oracle.new_tables(shape)
     where = request_block(
@@ -88,6 +92,7 @@ def _replay(
     geometry = expert_state.PlanGeometry(
         shape.num_layers, shape.num_experts, shape.num_slices, shape.num_slots, shape.max_fetch,
         shape.window, tokens, top_k, request, shape.max_prefetch, 3 * CHUNK_NBYTES,
+        prefetch_programs=PROGRAMS,
     )  # fmt: skip
     block = torch.zeros(where.nbytes // 4, dtype=torch.int32)
     if DEVICE.type == "cuda":
@@ -96,6 +101,13 @@ def _replay(
     if full:
         _fill(shape, tables, state)
     state.split[:, : len(split)] = torch.tensor(split, dtype=torch.int32)
+    host = torch.zeros(shape.num_experts * shape.num_slices * 3 * CHUNK_NBYTES, dtype=torch.uint8)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    launcher = PrefetchLauncher(
+        state,
+        torch.zeros(shape.all_slots * 3 * CHUNK_NBYTES, dtype=torch.uint8, device=DEVICE),
+        torch.full((shape.num_layers,), host.data_ptr(), dtype=torch.int64, device=DEVICE),
+    )
     seq = 0
     for number, ids in enumerate(steps):
         oracle.begin_step(shape, tables)
@@ -112,11 +124,10 @@ def _replay(
             if guess is not None:
                 items = oracle.foresee(shape, tables, layer, guess)
                 ahead = oracle.Prefetched(items, arrived[at % len(arrived)], 3)
-                expert_state.choose(
-                    state, layer, torch.tensor(guess, dtype=torch.int32, device=DEVICE)
-                )
+                launcher.prefetch(layer, _logits(guess, shape), top_k, _valid(guess))
                 _compare_choice(state, ahead, shape)
-                state.arrived[number % 16] = ahead.arrived
+                state.arrived.zero_()
+                state.arrived[number % PROGRAMS] = ahead.arrived
             plan = oracle.plan_layer(shape, tables, layer, rows, weights, split, ahead)
             expert_state.plan_layer(
                 state, layer,
@@ -142,6 +153,19 @@ def _fill(shape: oracle.PlanShape, tables: oracle.CacheTables, state: object) ->
     state.slot_of.copy_(torch.tensor(tables.slot_of, dtype=torch.int32))
     if shape.num_slots:
         state.owner_of.copy_(torch.tensor(tables.owner_of, dtype=torch.int32))
+
+
+def _logits(guess: list[list[int]], shape: oracle.PlanShape) -> torch.Tensor:
+    """Of which these are the top k, in this order."""
+    logits = torch.full((len(guess), shape.num_experts), -1.0)
+    for row, experts in zip(logits, guess):
+        for place, expert in enumerate(experts if experts[0] >= 0 else ()):
+            row[expert] = 0.25 - place / 8
+    return logits.to(DEVICE)
+
+
+def _valid(guess: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([row[0] >= 0 for row in guess], device=DEVICE)
 
 
 def _entries(entries: tuple[oracle.Entry, ...], shape: oracle.PlanShape) -> list[list[int]]:
@@ -177,12 +201,12 @@ def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> 
 
 def _compare_choice(state: object, ahead: oracle.Prefetched, shape: oracle.PlanShape) -> None:
     count = int(state.state[7])
-    items = [divmod(index, shape.num_slices) for index in state.foreseen[:count].tolist()]
+    items = [divmod(index, shape.num_slices) for index in state.foreseen[0, :count].tolist()]
     assert tuple(items) == ahead.items
     places = {e * shape.num_slices + s: place for place, (e, s) in enumerate(ahead.items)}
     size = shape.num_experts * shape.num_slices
     assert state.place_of.tolist() == [places.get(index, -1) for index in range(size)]
-    assert int(state.arrived.sum()) == 0
+    assert int(state.arrived.sum()) == 3 * count
 
 
 def _compare_tables(state: object, tables: oracle.CacheTables) -> None:

@@ -125,7 +125,7 @@ class HybridExecutor:
         self.service: ExpertService | None = None
         self._side = device.stream()
         self._fork, self._join = device.event(), device.event()
-        self._ahead, self._foreseen, self._settled = (device.event() for _ in range(3))
+        self._ahead = device.event()
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._fetches = self.plan_shape.max_fetch > 0
         self._failed = False
@@ -150,10 +150,6 @@ class HybridExecutor:
         if layer == 0:
             paths.begin_step()
         paths.prepare(x)
-        foresaw = self._guessed is not None
-        if foresaw:
-            self._foreseen.wait()
-            self._guessed = None
         paths.plan(layer, ids, weights)
         if self._fetches:
             self._fork.record()
@@ -161,16 +157,12 @@ class HybridExecutor:
             with self.device.use(self._side):
                 paths.gather(layer)
                 self._join.record()
-                if foresaw:
-                    paths.settle()
-                    self._settled.record()
         if self.plan_shape.num_slots:
             paths.hits(x)
         if self._fetches:
             self._join.wait()
+            self._guessed = None
             paths.fetched(x)
-            if foresaw and layer + 1 == self.plan_shape.num_layers:
-                self._settled.wait()  # a step ends with nothing under way
         paths.await_cpu()
         return paths.combine(tokens)
 
@@ -186,8 +178,6 @@ class HybridExecutor:
         self._side.wait_event(self._ahead)
         with self.device.use(self._side):
             self.paths.foresee(layer, self._guessed, router, valid)
-            self._foreseen.record()
-            self.paths.prefetch(layer)
 
     def set_rates(self, rates: PathRates | None) -> None:
         """Split misses by these rates; between steps. None: what the placement says alone.

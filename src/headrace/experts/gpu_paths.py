@@ -67,6 +67,7 @@ class GpuPaths:
             request=tuple(offset // _WORD for offset in at),
             max_prefetch=shape.max_prefetch,
             slice_nbytes=store.layout.slice_nbytes,
+            prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
@@ -100,13 +101,7 @@ class GpuPaths:
     def foresee(
         self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
     ) -> None:
-        self._ahead.choose(layer, self._ahead.guess(x, router), valid)
-
-    def prefetch(self, layer: int) -> None:
-        self._ahead.prefetch(layer)
-
-    def settle(self) -> None:
-        self._ahead.settle()
+        self._ahead.prefetch(layer, self._ahead.guess(x, router), router.top_k, valid)
 
     def prepare(self, x: torch.Tensor) -> None:
         self.launcher.prepare(x)

@@ -92,8 +92,8 @@ class CacheView:
 
 
 class ExpertPaths(Protocol):
-    """The steps of a layer: foresee and prefetch, or neither; prepare; plan; then gather (and settle, if
-    something was foreseen) beside hits, fetched, await_cpu; combine."""
+    """The steps of a layer: foresee, or not; prepare; plan; then gather beside hits, fetched, await_cpu;
+    combine."""
 
     def begin_step(self) -> None:
         """Advance the clock and rank the slots; once a step, before its first layer."""
@@ -107,15 +107,8 @@ class ExpertPaths(Protocol):
         self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
     ) -> None:
         """Guess the layer's routing from x, float32 [T, D], as it is before the layer's attention, and
-        choose what to prefetch. valid: bool [T], rows that count; None: all."""
-        ...
-
-    def prefetch(self, layer: int) -> None:
-        """Bring what was chosen, until the layer's plan is made."""
-        ...
-
-    def settle(self) -> None:
-        """After the layer's gather: move what was prefetched and stays into its slot."""
+        bring what is missing until the layer's plan is made. valid: bool [T], rows that count; None:
+        all."""
         ...
 
     def prepare(self, x: torch.Tensor) -> None:
@@ -127,7 +120,7 @@ class ExpertPaths(Protocol):
         ...
 
     def gather(self, layer: int) -> None:
-        """Bring what is fetched into its slots."""
+        """Bring what is fetched into its slots, and what was prefetched and stays."""
         ...
 
     def hits(self, x: torch.Tensor) -> None: ...
@@ -206,18 +199,10 @@ class HostPaths:
             guesses = guesses.masked_fill(~valid.unsqueeze(1), -1)
         items = foresee(self.shape, self.tables, layer, _rows(guesses))
         self._prefetched = Prefetched(items, arrived=len(items))
-
-    def prefetch(self, layer: int) -> None:
-        for place, (expert, piece) in enumerate(self._prefetched.items):
+        for place, (expert, piece) in enumerate(items):
             slot = self.shape.prefetch_slot(place)
             self.arena[slot] = self._store.slab(layer, expert)[piece]
             self._sent_nbytes += self._store.layout.slice_nbytes
-
-    def settle(self) -> None:
-        assert self._plan is not None
-        for place, home in enumerate(self._plan.homes):
-            if home != FREE:
-                self.arena[home] = self.arena[self.shape.prefetch_slot(place)]
 
     def prepare(self, x: torch.Tensor) -> None:
         self._x = x
@@ -248,6 +233,9 @@ class HostPaths:
                 continue
             self.arena[entry.slot] = self._store.slab(layer, entry.expert)[entry.slice_index]
         self._fetch_s += time.perf_counter() - start
+        for place, home in enumerate(self._plan.homes):
+            if home != FREE:
+                self.arena[home] = self.arena[self.shape.prefetch_slot(place)]
 
     def hits(self, x: torch.Tensor) -> None:
         assert self._plan is not None

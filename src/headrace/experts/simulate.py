@@ -10,7 +10,8 @@ One layer of a step, as the executor runs it:
 Demand fetches and the CPU begin together when the plan is made; promotion gets what PCIe leaves idle
 until the next plan, cut into pieces (experts/promotion.py). The same objects decide here and in the
 engine. Where a layer's experts are guessed, their missing units travel until the plan is made; what has
-arrived of those that are needed is work that nobody has any more (experts/plan_oracle.py). Pure: ids and rates in, a record out.
+arrived of those that are needed is work that nobody has any more (experts/plan_oracle.py). Pure: ids and
+rates in, a record out.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_FAILED,
     STATE_SEQ,
 )
-from headrace.ops.triton.expert_state import COPY_WORDS, PREFETCH_PROGRAMS, PlanState
+from headrace.ops.triton.expert_state import COPY_WORDS, PlanState
 
 FORMATS = ("mxfp4", "bf16")
 WEIGHTS_OF_SCALE = 32  # MXFP4
@@ -92,6 +92,7 @@ class Tuning:
     down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
+    settle_programs: int = 16  # move 2.7 MB in some 15 us, which nobody waits for
     gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
@@ -165,12 +166,14 @@ class ExpertLauncher:
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
-        ahead = self._state.geometry.max_prefetch > 0 and fetches is None
-        expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches if fetches is None else fetches,
-            self._state.counts, self._state.totals, self._state.origins, self._state.arrived, layer,
-            self._geometry.slice_nbytes, COPY_WORDS if ahead else t.gather_words, ahead,
-            PREFETCH_PROGRAMS, num_warps=t.gather_warps,
+        s, slices = self._state, self._state.geometry
+        ahead = slices.max_prefetch if fetches is None else 0
+        settling = t.settle_programs if ahead else 0
+        expert_gather[(t.gather_programs + settling,)](
+            self._bases, self._arena, s.fetches if fetches is None else fetches, s.counts, s.totals,
+            s.origins, s.arrived, s.homes, s.state, layer, t.gather_programs,
+            self._geometry.slice_nbytes, COPY_WORDS if ahead else t.gather_words,
+            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def hits(self, x: torch.Tensor) -> None:

@@ -18,11 +18,10 @@ Device state, int32 unless said:
 - ``pair_token``, ``pair_weight`` float32, ``on_gpu`` (bit s: slice s is computed here) [T * k], by pair
 - ``pair_of`` [T * k]: pair of each id, -1 for none
 - ``totals`` int64 [14]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans; TOTAL_*
-- of prefetches (``expert_foresight``): ``foreseen`` [MAX_PREFETCH] (expert * S + slice, in order),
-  ``place_of`` [E * S] (where a slice stands in it, -1 if nowhere), ``arrived`` [PROGRAMS] (chunks that
-  each program has copied), ``homes`` [MAX_PREFETCH] (slot that keeps it, -1 for none); ``origins``
-  [most fetches] (each fetch's place in ``foreseen``, -1 for none). They are of the plan to come if
-  STATE_FORESEEN is STATE_PLANS.
+- of prefetches (``expert_foresight``): ``foreseen`` [PROGRAMS, MAX_PREFETCH], the rows alike
+  (expert * S + slice, in order), ``place_of`` [E * S] (where a slice stands in it, -1 if nowhere),
+  ``arrived`` [PROGRAMS] (chunks that each program has copied), ``homes`` [MAX_PREFETCH] (slot that keeps it, -1 for none); ``origins``
+  [most fetches] (each fetch's place in ``foreseen``, -1 for none)
 
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
@@ -43,8 +42,10 @@ STATE_CURSOR = tl.constexpr(1)
 STATE_SEQ = tl.constexpr(2)
 STATE_FAILED = tl.constexpr(3)  # not zero: the CPU did not answer
 STATE_FREE = tl.constexpr(4)  # empty slots left: those at the cursor
-STATE_PLANS = tl.constexpr(5)  # plans made since the start; the next one ends prefetches
-STATE_FORESEEN = tl.constexpr(6)  # STATE_PLANS when the last prefetches were chosen
+STATE_PLANNED = tl.constexpr(5)  # 1 + layer of the last plan, 0 when a step begins; ends prefetches
+STATE_FORESEEN = tl.constexpr(
+    6
+)  # 1 + layer that prefetches were chosen for, 0 if its plan was made
 STATE_NUM_FORESEEN = tl.constexpr(7)
 STATE_NEEDED = tl.constexpr(8)  # of the last plan: bit p, the prefetch of place p is computed
 
@@ -89,6 +90,13 @@ def clock_ns():
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def seen_by_all(word, THREADS: tl.constexpr):
+    """What lies at ``word`` now, the same for all THREADS of a program: threads that read for themselves
+    what another kernel is writing might disagree, and go different ways."""
+    return tl.max(tl.load(word + tl.zeros([THREADS], tl.int32), volatile=True), 0)
 
 
 @triton.jit
@@ -151,15 +159,14 @@ def expert_plan(
     needed = tl.sum(num_miss, 0) * 0  # bit p: the prefetched slice of place p is missing
     ahead_of = tl.sum(num_hit, 0) * 0  # slices' worth of them that is there
     if MAX_PREFETCH > 0:
-        due = tl.load(state + STATE_FORESEEN) == tl.load(state + STATE_PLANS)
-        if due:
-            place = tl.load(place_of + e[:, None] * S + piece, mask=miss != 0, other=-1)
-            needed = tl.sum(tl.sum(tl.where(place >= 0, 1 << place, 0), 1), 0)
-            # The counts grow meanwhile: one thread reads each, so that all agree.
-            each = tl.arange(0, THREADS)
-            counts_now = tl.load(arrived + each, mask=each < PROGRAMS, other=0, volatile=True)
-            sent = tl.sum(counts_now, 0)
-            ahead_of = _slices_ahead(needed, sent, MAX_PREFETCH, SLICE_CHUNKS)
+        due = seen_by_all(state + STATE_FORESEEN, THREADS) == layer + 1
+        where_ = place_of + e[:, None] * S + piece
+        place = tl.load(where_, mask=(miss != 0) & due, other=-1, volatile=True)
+        needed = tl.sum(tl.sum(tl.where(place >= 0, 1 << place, 0), 1), 0)
+        # The counts grow meanwhile: one thread reads each, so that all agree.
+        thread = tl.arange(0, THREADS)
+        counts_now = tl.load(arrived + thread, mask=thread < PROGRAMS, other=0, volatile=True)
+        ahead_of = _slices_ahead(needed, tl.sum(counts_now, 0), MAX_PREFETCH, SLICE_CHUNKS)
     foreseen = (place >= 0).to(tl.int32)
     num_plain = num_miss - tl.sum(foreseen, 1)
     hit_at = tl.sum(tl.where(less, num_hit[None, :], 0), 1)[:, None] + tl.cumsum(hit, 1) - hit
@@ -266,8 +273,8 @@ def expert_plan(
     tl.store(totals + n, tl.load(totals + n) + added.to(tl.int64))
     if MAX_PREFETCH > 0:
         # Last, since prefetches end with it: PCIe has nothing else to do while the plan is made.
-        tl.debug_barrier()
-        tl.store(state + STATE_PLANS, tl.load(state + STATE_PLANS) + 1)
+        tl.store(state + STATE_FORESEEN, 0)
+        tl.store(state + STATE_PLANNED, layer + 1)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_CURSOR,
     STATE_FREE,
     STATE_NOW,
+    STATE_PLANNED,
     value_of,
 )
 
@@ -44,6 +45,7 @@ def begin_step(
         tl.store(state + STATE_NOW, tl.load(state + STATE_NOW) + 1)
         tl.store(state + STATE_CURSOR, 0)
         tl.store(state + STATE_FREE, 0)
+        tl.store(state + STATE_PLANNED, 0)
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.core.errors import ConfigError, InternalError
-from headrace.ops.triton.expert_foresight import choose_prefetches
-from headrace.ops.triton.expert_plan import STATE_FORESEEN, expert_plan
+from headrace.ops.triton.expert_plan import expert_plan
 from headrace.ops.triton.expert_rank import begin_step, rank_victims
 
 NUM_COUNTS = 8
@@ -24,7 +23,6 @@ NUM_COUNTS = 8
 # prefetched, chunks of them that were needed, nanoseconds of prefetches.
 NUM_TOTALS = NUM_COUNTS + 6
 NUM_STATES = 9
-PREFETCH_PROGRAMS = 16  # as many as gather; a power of two
 COPY_WORDS = 2048  # 8-byte words that a program of gather or prefetch moves at a time
 NUM_COUNTERS = 3  # of an expert, cache_policy.HALF_LIVES
 NUM_CONSTANTS = 7  # before the turns
@@ -65,10 +63,13 @@ class PlanGeometry:
     request: tuple[int, int, int, int]
     max_prefetch: int = 0
     slice_nbytes: int = 0
+    prefetch_programs: int = 16  # as many as gather; a power of two
 
     def __post_init__(self) -> None:
         if self.max_prefetch not in (0, 1, 2, 4, 8, 16):
             raise InternalError(f"{self.max_prefetch} prefetches, expected 0 or a power of two")
+        if self.max_prefetch and self.prefetch_programs & (self.prefetch_programs - 1):
+            raise InternalError(f"{self.prefetch_programs} programs, expected a power of two")
         if self.num_slices > MOST_SLICES:
             raise ConfigError(
                 f"experts in {self.num_slices} slices, the GPU's kernels take {MOST_SLICES}",
@@ -119,7 +120,6 @@ class PlanState:
     arrived: torch.Tensor
     origins: torch.Tensor
     homes: torch.Tensor
-    guesses: torch.Tensor
     block: torch.Tensor | None
 
 
@@ -143,8 +143,6 @@ def new_plan_state(
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
     places = max(g.max_prefetch, 1)
-    state = ints(NUM_STATES)
-    state[STATE_FORESEEN.value] = -1  # nothing is foreseen for the first plan
     return PlanState(
         geometry=g,
         slot_of=ints(rows * g.num_slices, value=-1),
@@ -156,7 +154,7 @@ def new_plan_state(
         victims=torch.arange(max(g.num_slots, 1), dtype=torch.int32, device=device),
         scratch=ints(2 * g.window + g.max_fetch),
         split=ints(g.num_layers, g.max_missing + 1),
-        state=state,
+        state=ints(NUM_STATES),
         counts=ints(NUM_COUNTS),
         hits=ints(g.max_missing, 4),
         fetches=ints(max(g.max_fetch, 1), 4),
@@ -165,12 +163,11 @@ def new_plan_state(
         pair_of=ints(g.max_uses, value=-1),
         on_gpu=ints(g.max_uses),
         totals=torch.zeros(NUM_TOTALS, dtype=torch.int64, device=device),
-        foreseen=ints(places),
+        foreseen=ints(g.prefetch_programs, places),
         place_of=ints(g.num_experts * g.num_slices, value=-1),
-        arrived=ints(PREFETCH_PROGRAMS),
+        arrived=ints(g.prefetch_programs),
         origins=ints(max(g.max_fetch, 1), value=-1),
         homes=ints(places, value=-1),
-        guesses=ints(g.max_tokens, g.top_k),
         block=block,
     )
 
@@ -193,7 +190,7 @@ def start_step(state: PlanState) -> None:
 def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Plan one layer. ids: int32 [T, k]; weights: float32 [T, k]; both contiguous."""
     g, uses = state.geometry, ids.numel()
-    size = _power_of_two(uses)
+    size = power_of_two(uses)
     warps = _plan_warps(size, _chunk(g.window))
     block = state.counts if state.block is None else state.block
     expert_plan[(1,)](
@@ -203,31 +200,17 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         state.on_gpu, state.totals, state.place_of, state.arrived, state.origins, state.homes, block,
         layer,
         uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
-        g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
-        _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
-        g.max_prefetch, PREFETCH_PROGRAMS, g.slice_chunks, 32 * warps, num_warps=warps,
+        g.max_missing + 1, state.block is not None, *g.request, size, power_of_two(g.num_slices),
+        power_of_two(max(g.max_fetch, 1)), g.window, power_of_two(g.window), _chunk(g.window),
+        g.max_prefetch, g.prefetch_programs, g.slice_chunks, 32 * warps, num_warps=warps,
         maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)), enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def choose(
-    state: PlanState, layer: int, guesses: torch.Tensor, valid: torch.Tensor | None = None
-) -> None:
-    """Choose what to prefetch for a layer, before its plan. guesses: int32 [T, k], contiguous, the surest
-    first; valid: bool [T], rows that count; None: all."""
-    g, (tokens, top_k) = state.geometry, guesses.shape
-    choose_prefetches[(1,)](
-        guesses, guesses if valid is None else valid, state.slot_of, state.state, state.foreseen,
-        state.place_of, state.arrived, layer, tokens, top_k, g.num_experts, g.num_slices,
-        g.max_prefetch, PREFETCH_PROGRAMS, valid is not None, _power_of_two(tokens * top_k),
-        _power_of_two(g.num_slices), num_warps=4,
     )  # fmt: skip
 
 
 def _chunk(window: int) -> int:
     """Places of the ranking looked at together: one chunk mostly holds ``window`` victims, though
     some of its slots were taken, or used, earlier in the step."""
-    return _power_of_two(window + window // 2)
+    return power_of_two(window + window // 2)
 
 
 def _plan_warps(uses: int, chunk: int) -> int:
@@ -236,5 +219,5 @@ def _plan_warps(uses: int, chunk: int) -> int:
     return min(MOST_PLAN_WARPS, max(LEAST_PLAN_WARPS, uses // 8, chunk // 32))
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     return max(SMALLEST_AXIS, 1 << (size - 1).bit_length())
