@@ -20,8 +20,8 @@ Device state, int32 unless said:
 - ``totals`` int64 [14]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans; TOTAL_*
 - of prefetches (``expert_foresight``): ``foreseen`` [PROGRAMS, MAX_PREFETCH], the rows alike
   (expert * S + slice, in order), ``place_of`` [E * S] (where a slice stands in it, -1 if nowhere),
-  ``arrived`` [PROGRAMS] (chunks that each program has copied), ``homes`` [MAX_PREFETCH] (slot that keeps it, -1 for none); ``origins``
-  [most fetches] (each fetch's place in ``foreseen``, -1 for none)
+  ``arrived`` [PROGRAMS] (chunks that each program has copied), ``homes`` [MAX_PREFETCH] (slot that
+  keeps it, -1 for none); ``origins`` [most fetches] (each fetch's place in ``foreseen``, -1 for none)
 
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
