@@ -84,6 +84,11 @@ SPECS = [
         x="*bf16",
     ),
     spec(
+        "few_rows_f32", "linear_f32_kernel",
+        {"HAS_BIAS": True, "HAS_RESIDUAL": True, "TOKENS": 4, "ROWS": 1, "TILE": 1024},
+        weight="*fp32", stride="i32",
+    ),
+    spec(
         "few_rows", "gated_kernel",
         {"CLAMPED": True, "TOKENS": 16, "ROWS": 16, "TILE": 256, "PDL": True},
         x="*bf16", out="*bf16",
@@ -97,7 +102,8 @@ SPECS = [
     spec("mixture", "pair_down_kernel", {"HAS_BIAS": True, "ROWS": 16, "TILE": 256}, ids="*i32"),
     spec(
         "expert_gather", "expert_gather",
-        {"GATHERING": 16, "SLICE_NBYTES": 3317760, "WORDS": 2048, "FIRST_SLOT": 2000,
+        {"GATHERING": 16, "SLICE_NBYTES": 3317760, "HOST_NBYTES": 3317760, "WORDS": 2048,
+         "FIRST_SLOT": 2000,
          "MAX_PREFETCH": 4, "PROGRAMS": 16},
         **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
     ),
@@ -111,7 +117,8 @@ SPECS = [
             "expert_foresight", "expert_prefetch",
             {"TOKENS": tokens, "TOP_K": 4, "E": 128, "S": 5, "MAX_PREFETCH": 4,
              "HAS_VALID": tokens > 1, "N": 4 * tokens, "SP": 8, "EP": 128, "FIRST_SLOT": 2000,
-             "SLICE_NBYTES": 2658304, "WORDS": 2048, "THREADS": 128},
+             "SLICE_NBYTES": 2658304, "HOST_NBYTES": 2658304, "WORDS": 2048,
+             "THREADS": 128},
             **AHEAD, guesses="*i32", valid="*i1", bases="*i64", arena="*u8",
         )
         for tokens in (1, 16)

@@ -81,15 +81,16 @@ def expert_prefetch(
     logits, guesses, valid, slot_of, state, foreseen, place_of, arrived, bases, arena, totals, layer,
     TOKENS: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
     MAX_PREFETCH: tl.constexpr, HAS_VALID: tl.constexpr, N: tl.constexpr, SP: tl.constexpr,
-    EP: tl.constexpr, FIRST_SLOT: tl.constexpr, SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr,
-    THREADS: tl.constexpr,
+    EP: tl.constexpr, FIRST_SLOT: tl.constexpr, SLICE_NBYTES: tl.constexpr,
+    HOST_NBYTES: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """List what is missing of the guessed experts, then copy it until the layer's plan is made.
 
     guesses: int32 [T, k], the surest first; of one token they are found here, from ``logits`` [1, E].
     valid: bytes [T], 0 for rows that are nobody's. N, SP, EP: T * k, S and E rounded up. All programs
     make the same list, each in a row of ``foreseen``; the first publishes its own. Chunk g of all is
-    program g % programs' (``expert_gather`` counts on it).
+    program g % programs' (``expert_gather`` counts on it). SLICE_NBYTES: of a slot; HOST_NBYTES: of the
+    layer's slices, which may be shorter.
     """
     start = clock_ns()
     program = tl.program_id(0)
@@ -145,8 +146,8 @@ def expert_prefetch(
     while going != 0:
         item = g // num_chunks
         word = (g % num_chunks) * WORDS + w
-        ok = word < num_words
-        source = base + tl.load(own + item).to(tl.int64) * SLICE_NBYTES
+        ok = word < HOST_NBYTES // 8
+        source = base + tl.load(own + item).to(tl.int64) * HOST_NBYTES
         source = tl.multiple_of(source, 4096).to(tl.pointer_type(tl.int64))
         target = arena + (FIRST_SLOT + item).to(tl.int64) * SLICE_NBYTES
         target = target.to(tl.pointer_type(tl.int64))

@@ -73,11 +73,12 @@ def _count_chunks(
 @triton.jit
 def expert_gather(
     bases, arena, fetches, counts, totals, origins, arrived, homes, state, layer, GATHERING: tl.constexpr,
-    SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr, FIRST_SLOT: tl.constexpr,
-    MAX_PREFETCH: tl.constexpr, PROGRAMS: tl.constexpr,
+    SLICE_NBYTES: tl.constexpr, HOST_NBYTES: tl.constexpr, WORDS: tl.constexpr,
+    FIRST_SLOT: tl.constexpr, MAX_PREFETCH: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Copy every fetch of the layer. bases: int64 [L], addresses of the layers' first slabs; WORDS:
-    8-byte words that a program moves at a time.
+    8-byte words that a program moves at a time; SLICE_NBYTES: of a slot; HOST_NBYTES: of the layer's
+    slices, which may be shorter.
 
     GATHERING programs share the work evenly, so the first one's time, which ``totals`` takes, is that of
     all. With MAX_PREFETCH, chunks that PROGRAMS have prefetched are left out (where those are as many as
@@ -101,14 +102,14 @@ def expert_gather(
         entry = fetches + (item // num_chunks) * 4
         chunk = item % num_chunks
         at = chunk * WORDS + w
-        ok = at < num_words
+        ok = at < HOST_NBYTES // 8
         if MAX_PREFETCH > 0:
             place = tl.load(origins + item // num_chunks)
             g = tl.maximum(place, 0) * num_chunks + chunk
             ok = ok & ((place < 0) | (g // PROGRAMS >= tl.load(arrived + g % PROGRAMS)))
             home = tl.load(homes + place, mask=place >= 0, other=-1)
         # Slices are pages, so every address here is a multiple of 16 bytes.
-        source = tl.multiple_of(base + tl.load(entry + 1).to(tl.int64) * SLICE_NBYTES, 4096)
+        source = tl.multiple_of(base + tl.load(entry + 1).to(tl.int64) * HOST_NBYTES, 4096)
         source = source.to(tl.pointer_type(tl.int64))
         target = arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES
         target = target.to(tl.pointer_type(tl.int64))

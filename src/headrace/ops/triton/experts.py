@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.ops.triton.expert_block_launch import BlockTuning, MatrixPlace
 from headrace.ops.triton.expert_launch import (
     FORMATS,
     ExpertLauncher,
@@ -27,7 +28,9 @@ __all__ = [
     "FORMATS",
     "NUM_COUNTS",
     "ROUTER_FORMATS",
+    "BlockTuning",
     "ExpertLauncher",
+    "MatrixPlace",
     "PlanGeometry",
     "PlanState",
     "PrefetchLauncher",
