@@ -189,7 +189,7 @@ def settled_rates(
 
 
 def alternating(
-    capture: Any, tokens: Sequence[int], executor: HybridExecutor, later: Later, rounds: int = 4
+    capture: Any, tokens: Sequence[int], executor: HybridExecutor, later: Later, rounds: int = 6
 ) -> dict[str, list[float]]:
     """Tokens a second with and without guesses, in turn on the same cache: the machine's rates drift."""
     found: dict[str, list[float]] = {"with": [], "without": []}
@@ -237,7 +237,7 @@ def percent_of_floor(result: dict[str, Any], pcie: float, cpu: float) -> float:
 
 def figures_of(
     graphs: DecodeGraphs, capture: Any, tokens: Sequence[int], executor: HybridExecutor,
-    nbytes: int, given: Any, rates: PathRates, later: Later,
+    nbytes: int, given: Any, rates: PathRates, later: Later, profile: bool = True,
 ) -> Iterator[tuple[str, Any]]:  # fmt: skip
     """All that one executor is measured by, as (name, figures). capture: makes graphs anew."""
     run_tokens(graphs, tokens[:16], executor, given=given)
@@ -264,4 +264,5 @@ def figures_of(
         yield "timeline", timeline(capture(), tokens[:40], executor)
     finally:
         executor.paths = paths
-    yield "kernels", kernel_times(graphs, tokens[:20], executor)
+    if profile:
+        yield "kernels", kernel_times(graphs, tokens[:20], executor)
