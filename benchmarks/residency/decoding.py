@@ -51,6 +51,10 @@ class Later:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
 
+    def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if self.foresees and not isinstance(self.target, Nothing):
+            self.target.attended(layer, x, valid)
+
 
 def run_tokens(
     graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor | None, start: int = 0,
@@ -191,13 +195,14 @@ def settled_rates(
 def alternating(
     capture: Any, tokens: Sequence[int], executor: HybridExecutor, later: Later, rounds: int = 6
 ) -> dict[str, list[float]]:
-    """Tokens a second with and without guesses, in turn on the same cache: the machine's rates drift."""
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    """Tokens a second with early guesses, with later ones and with none, in turn on the same cache: the
+    machine's rates drift."""
+    modes = {"early": (True, True), "own": (True, False), "none": (False, False)}
+    found: dict[str, list[float]] = {name: [] for name in modes}
     graphs = {}
-    for name, foresees in (("with", True), ("without", False)):
-        later.foresees = foresees
+    for name, (later.foresees, executor.early) in modes.items():
         graphs[name] = capture()
-    later.foresees = True
+    later.foresees = executor.early = True
     for _ in range(rounds):
         for name, graph in graphs.items():
             found[name].append(run_tokens(graph, tokens[:48], executor)["tok_s"])
