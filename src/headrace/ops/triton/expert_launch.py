@@ -40,7 +40,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_FAILED,
     STATE_SEQ,
 )
-from headrace.ops.triton.expert_state import PlanState
+from headrace.ops.triton.expert_state import COPY_WORDS, PlanState
 from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.unpack import GROUPS
 
@@ -111,7 +111,8 @@ class Tuning:
     down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
-    gather_words: int = 2048
+    settle_programs: int = 16  # move 2.7 MB in some 15 us, which nobody waits for
+    gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
@@ -122,7 +123,7 @@ class ExpertLauncher:
 
     Args:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
-        arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
+        arena: uint8 [(num_slots + max_fetch + max_prefetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
         multiprocessors: of the device, the unit of the grids; found out if None.
         layers: geometry of each layer, where they differ or have ``places``.
@@ -210,11 +211,15 @@ class ExpertLauncher:
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
-        expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches if fetches is None else fetches,
-            self._state.counts, self._state.totals, layer,
-            self._host_nbytes(layer), self._geometry.slice_nbytes, t.gather_words,
-            num_warps=t.gather_warps,
+        s, slices = self._state, self._state.geometry
+        ahead = slices.max_prefetch if fetches is None else 0
+        settling = t.settle_programs if ahead else 0
+        expert_gather[(t.gather_programs + settling,)](
+            self._bases, self._arena, s.fetches if fetches is None else fetches, s.counts, s.totals,
+            s.origins, s.arrived, s.homes, s.state, layer, t.gather_programs,
+            self._geometry.slice_nbytes, self._host_nbytes(layer),
+            COPY_WORDS if ahead else t.gather_words,
+            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def _host_nbytes(self, layer: int) -> int:
