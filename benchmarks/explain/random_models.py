@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from benchmarks.residency import geometry as geo
-from benchmarks.residency.model import spec as gpt_oss_spec
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
 from headrace.core.status import EngineInfo
@@ -39,7 +38,7 @@ from headrace.layers.rope import build_rope_table
 from headrace.layers.router import Router
 from headrace.machine.device import Device
 from headrace.models.decoder import Decoder, DecoderLayer
-from headrace.ops.records import Activation, LayerCache
+from headrace.ops.records import Activation, LayerKV
 from headrace.ops.registry import OpSet, resolve
 from headrace.text.tokenizer import load_tokenizer
 
@@ -154,6 +153,12 @@ def expert_runtime(
     return executor, LiveExperts(executor, RateTracker(rates))
 
 
+def new_kv(of: ModelSpec, context: int, device: Device) -> list[LayerKV]:
+    """A cache of one sequence."""
+    blocks = -(-context // BLOCK_TOKENS)
+    return allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
+
+
 def engine_of(
     name: str,
     of: ModelSpec,
@@ -162,11 +167,11 @@ def engine_of(
     context: int,
     runtime: LiveExperts | None = None,
     threads: int = 1,
-    kv: Sequence[LayerCache] | None = None,
+    kv: Sequence[LayerKV] | None = None,
 ) -> Engine:
     """An engine of one sequence around ``decoder``, its steps captured."""
     blocks = -(-context // BLOCK_TOKENS)
-    kv = kv or allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
+    kv = kv or new_kv(of, context, device)
     graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=context)
     if runtime is not None:
         runtime.executor.step_begins(1)
@@ -202,7 +207,3 @@ def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
 def decoder_ops(device: Device) -> OpSet:
     """The operations that the device's engine would take."""
     return resolve(device.backends)
-
-
-__all__ = ["Later", "build", "decoder_ops", "draw_tokens", "engine_of", "expert_runtime",
-           "gpt_oss_spec", "smollm2_spec"]  # fmt: skip
