@@ -44,6 +44,7 @@ from headrace.text.tokenizer import load_tokenizer
 
 BLOCK_TOKENS = 16
 CHUNK = 8192
+SPARE_TOKENS = 4096
 
 
 def smollm2_spec(layers: int = 30) -> ModelSpec:
@@ -154,8 +155,8 @@ def expert_runtime(
 
 
 def new_kv(of: ModelSpec, context: int, device: Device) -> list[LayerKV]:
-    """A cache of one sequence."""
-    blocks = -(-context // BLOCK_TOKENS)
+    """A cache of one sequence, with room to keep the prompts of shorter ones."""
+    blocks = -(-(context + SPARE_TOKENS) // BLOCK_TOKENS)
     return allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
 
 
@@ -170,7 +171,6 @@ def engine_of(
     kv: Sequence[LayerKV] | None = None,
 ) -> Engine:
     """An engine of one sequence around ``decoder``, its steps captured."""
-    blocks = -(-context // BLOCK_TOKENS)
     kv = kv or new_kv(of, context, device)
     graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=context)
     if runtime is not None:
@@ -182,7 +182,7 @@ def engine_of(
         backends=decoder.ops.describe(), choices=(), load_s=0.0,
     )  # fmt: skip
     limits = SchedulerConfig(
-        num_blocks=blocks, block_tokens=BLOCK_TOKENS, context=context,
+        num_blocks=kv[0].keys.shape[0] - 1, block_tokens=BLOCK_TOKENS, context=context,
         max_batch_tokens=CHUNK, max_num_seqs=1,
     )  # fmt: skip
     texts: Any = _Texts(of.vocab)

@@ -58,11 +58,15 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
     gpu = machine.gpu
     if gpu is not None:
         bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + MORE_VRAM_NBYTES)
-        yield "+8 GB of VRAM", on(replace(machine, gpu=bigger))
-        for name, rate in (("VRAM twice as fast", "hbm_read"), ("link twice as fast", "pcie_h2d")):
-            if rate in machine.rates:
-                yield name, on(with_rate(machine, rate, 2.0))
-    if "dram_read" in machine.rates:
+        shared = gpu.unified
+        yield f"+8 GB of {'memory' if shared else 'VRAM'}", on(replace(machine, gpu=bigger))
+        if "hbm_read" in machine.rates:
+            name = "memory twice as fast" if shared else "VRAM twice as fast"
+            rates = ("hbm_read", "dram_read") if shared else ("hbm_read",)
+            yield name, on(_faster(machine, rates))
+        if "pcie_h2d" in machine.rates and not shared:
+            yield "link twice as fast", on(with_rate(machine, "pcie_h2d", 2.0))
+    if "dram_read" in machine.rates and not (gpu is not None and gpu.unified):
         yield "twice the memory channels", on(with_rate(machine, "dram_read", 2.0))
     for name in ("fp8", "nvfp4k-fp8v"):
         if KV_BITS[work.kv_format] > KV_BITS[name]:
@@ -74,6 +78,14 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
     if half >= 1:
         shorter = replace(work, context=half, prompt=min(work.prompt, half))
         yield f"half the context ({half:,})", under(shorter)
+
+
+def _faster(machine: MachineProfile, names: tuple[str, ...]) -> MachineProfile:
+    """With twice each of these rates that it has."""
+    for name in names:
+        if name in machine.rates:
+            machine = with_rate(machine, name, 2.0)
+    return machine
 
 
 def alternatives(plan: Plan) -> list[str]:
@@ -140,7 +152,10 @@ def _more_memory(plan: Plan) -> list[str]:
     if gpu is not None:
         bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + missing)
         if _good(make_plan(plan.spec, replace(plan.machine, gpu=bigger), plan.workload)):
-            return [f"a GPU with {_gigabytes(bigger.memory_nbytes)} of VRAM would hold it"]
+            size = _gigabytes(bigger.memory_nbytes)
+            if gpu.unified:
+                return [f"a machine with {size} of memory would hold it"]
+            return [f"a GPU with {size} of VRAM would hold it"]
     return []
 
 

@@ -19,7 +19,7 @@ A GPU's are ``gpu_kernel_rates``'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headrace.core.errors import MachineError
@@ -50,6 +50,14 @@ class ExpertSeconds:
     gpu_s: float
     fetch_s: float = 0.0
     cpu_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.gpu_s + self.fetch_s + self.cpu_s
+
+
+ExpertPrice = Callable[[MachineProfile], ExpertSeconds]
 
 
 @dataclass(frozen=True)
