@@ -43,7 +43,7 @@ def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list
     """The whole report."""
     found = [*_head(plan), "", *_answer(plan)]
     if nearest:
-        found += _labelled("nearest", list(nearest))
+        found += _labelled("faster" if _is_at_home(plan) else "nearest", list(nearest))
     found += ["", *_memory(plan)]
     if changes:
         found += ["", *_changes(plan, changes)]
@@ -57,6 +57,11 @@ def tiers_of(plan: Plan) -> dict[str, str]:
     """What a machine's memories are called."""
     gpu = plan.machine.gpu
     return SHARED_TIERS if gpu is not None and gpu.unified else TIERS
+
+
+def _is_at_home(plan: Plan) -> bool:
+    """Whether it runs without the disk."""
+    return plan.layout.mode not in ("none", "disk")
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:

@@ -96,6 +96,22 @@ def alternatives(plan: Plan) -> list[str]:
     return found[:MAX_ALTERNATIVES]
 
 
+def faster_ways(plan: Plan) -> list[str]:
+    """What would bring a model that runs into the GPU's memory whole: the format that costs least."""
+    gpu = plan.machine.gpu
+    if gpu is None or plan.speed is None or plan.layout.mode == "vram":
+        return []
+    for name, other in _stored_smaller(plan.spec):
+        smaller = make_plan(other, plan.machine, plan.workload)
+        if smaller.layout.mode == "vram" and smaller.speed is not None:
+            speed = smaller.speed.tokens_s.expected
+            return [
+                f"stored as {name} ({_gigabytes(other.weights_nbytes)}) all of it lies in "
+                f"{'GPU memory' if gpu.unified else 'VRAM'}: {speed:,.3g} tok/s"
+            ]
+    return []
+
+
 def _good(plan: Plan) -> bool:
     return plan.layout.mode not in ("none", "disk")
 
@@ -124,16 +140,20 @@ def _fewer(plan: Plan) -> list[str]:
 
 
 def _smaller_formats(plan: Plan) -> list[str]:
-    for name in SMALLER:
-        kinds = [k for k in KINDS if k not in ("router", "norm")]
-        formats = {k: name for k in kinds if plan.spec.bits(k) > _bits(plan.spec, k, name)}
-        if not formats:
-            continue
-        other = plan.spec.with_formats(formats)
+    for name, other in _stored_smaller(plan.spec):
         if _good(make_plan(other, plan.machine, plan.workload)):
             size = _gigabytes(other.weights_nbytes)
             return [f"{plan.spec.name} fits stored as {name} ({size})"]
     return []
+
+
+def _stored_smaller(spec: PlanSpec) -> Iterator[tuple[str, PlanSpec]]:
+    """The model with what is larger stored in each of ``SMALLER``."""
+    for name in SMALLER:
+        kinds = [k for k in KINDS if k not in ("router", "norm")]
+        formats = {k: name for k in kinds if spec.bits(k) > _bits(spec, k, name)}
+        if formats:
+            yield name, spec.with_formats(formats)
 
 
 def _bits(spec: PlanSpec, kind: str, name: str) -> float:
