@@ -5,8 +5,6 @@ On the host, whose graphs run the same work again; marks take its clock.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 import headrace.engine.gpu_profiler as gpu_profiler
@@ -26,24 +24,9 @@ from headrace.machine.device import HostDevice
 from headrace.models.loader import load_model
 from headrace.ops.registry import BLOCKS, OpSet, resolve
 from headrace.text.tokenizer import load_tokenizer
+from tests.fixtures.host_marks import HostMarks
 
 STEPS, CONTEXT, BLOCK_TOKENS = 6, 64, 16
-
-
-class HostMarks:
-    """``ops.measure.Marks`` by the host's clock."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def begin(self) -> None:
-        self.times = [time.perf_counter()]
-
-    def point(self) -> None:
-        self.times.append(time.perf_counter())
-
-    def seconds(self, count: int) -> list[float]:
-        return [b - a for a, b in zip(self.times[:count], self.times[1:])]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, graphs: bool):
