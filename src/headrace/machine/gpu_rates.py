@@ -226,7 +226,7 @@ def launch_times(kernels: GpuKernels) -> dict[str, float]:
     memory = torch.zeros(_SHORT_NBYTES * _SHORTS * _LAUNCHES // 8, dtype=torch.uint8, device="cuda")
 
     def reads(nbytes: int) -> Callable[[], None]:
-        pieces = memory.split(nbytes)
+        pieces = [memory[i : i + nbytes] for i in range(0, memory.numel(), nbytes)]
 
         def read() -> None:
             for index in range(_LAUNCHES):
