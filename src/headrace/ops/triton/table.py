@@ -35,4 +35,5 @@ OPS: tuple[Op, ...] = (
     Op("moe", "triton", mixture.moe, 2 * _PRODUCT),
     Op("attention_block", "triton", block.attention_block, 3 * _PRODUCT, marks_parts=True),
     Op("dense_block", "triton", block.dense_block, 3 * _PRODUCT, marks_parts=True),
+    Op("route", "triton", router.route, _PRODUCT),
 )
