@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from benchmarks.explain.measured_steps import (
     middle,
 )
 from benchmarks.residency import geometry as geo
+from benchmarks.residency import model as residency
 from headrace.engine.engine import Engine
 from headrace.engine.expert_rates import StartingRates, path_rates
 from headrace.engine.probes import probe_engine
@@ -41,6 +42,7 @@ from headrace.machine.profile import MachineProfile
 
 GIB = 1 << 30
 STEPS = 64
+CASES = 3  # SmolLM2, gpt-oss offloaded and resident
 SMALL_CONTEXTS, LARGE_CONTEXTS = (1000, 8000), (1000, 32000)
 # Beside the slots: CUDA's own memory, the graphs, activations of a prompt's part.
 CONTEXT_NBYTES, RESERVE_NBYTES = 600 << 20, 1200 << 20
@@ -77,7 +79,7 @@ def run_case(
         for context in contexts:
             row = measure(engine, known, context, STEPS)
             rows[context].append(row)
-            print(f"{name} {lines(row, 0)[0]}", flush=True)
+            print(f"{name} " + "\n".join(lines(row, 14)), flush=True)
     return Case(name, rows, spent, {n: r.value for n, r in rates.items()})
 
 
@@ -86,22 +88,20 @@ def smollm2(device: CudaDevice, machine: MachineProfile, rounds: int) -> Case:
     of = replace(of, max_context=context)
     decoder = models.build(of, models.decoder_ops(device), device, None, context)
     engine = models.engine_of("SmolLM2-135M, random weights", of, decoder, device, context)
-    models.draw_tokens(engine, of.vocab)
     return run_case("smollm2", engine, machine, SMALL_CONTEXTS, rounds)
 
 
 def gpt_oss(
     device: CudaDevice, machine: MachineProfile, layers: int, vram_gib: float, rounds: int
-) -> list[Case]:
+) -> Iterator[Case]:
     """Offloaded within ``vram_gib``, then with every expert in a slot."""
-    of, context = models.gpt_oss_spec(layers), max(LARGE_CONTEXTS) + STEPS + 64
+    of, context = residency.spec(layers), max(LARGE_CONTEXTS) + STEPS + 64
     store = random_store(geo.layout(), layers, geo.EXPERTS, seed=1, threads=16, pin=True)
     later, threads = models.Later(), machine.best_threads or 14
     decoder = models.build(of, models.decoder_ops(device), device, later, context)
     kv = models.new_kv(of, context, device)
     rates = path_rates(StartingRates(machine.rates), store.layout.format, store.layout.slice_nbytes)
     assert rates is not None
-    found: list[Case] = []
     slices = layers * geo.EXPERTS * store.layout.num_slices
     cap = slots_within(int(vram_gib * GIB), device, store)
     for name, placement, slots in (("offloaded", "hybrid", cap), ("resident", "gpu", slices)):
@@ -115,7 +115,7 @@ def gpt_oss(
                 live, threads, kv,
             )  # fmt: skip
             models.draw_tokens(engine, of.vocab)
-            found.append(run_case(f"gpt-oss {name}", engine, machine, LARGE_CONTEXTS, rounds))
+            yield run_case(f"gpt-oss {name}", engine, machine, LARGE_CONTEXTS, rounds)
             if executor.service is not None:
                 executor.service.stop()
             paths: Any = executor.paths
@@ -123,7 +123,6 @@ def gpt_oss(
             paths.arena = paths.launcher = None
         except Exception:
             print(f"gpt-oss {name} failed: {traceback.format_exc()[-1500:]}", flush=True)
-    return found
 
 
 def main() -> int:
@@ -138,9 +137,11 @@ def main() -> int:
     device = CudaDevice()
     torch.ones(1, device=device.torch_device)
     cases = [smollm2(device, machine, args.rounds)]
-    report(cases, machine, args.out)
-    cases += gpt_oss(device, machine, args.layers, args.vram_gib, args.rounds)
-    return report(cases, machine, args.out)
+    passed = report(cases, machine, args.out)
+    for case in gpt_oss(device, machine, args.layers, args.vram_gib, args.rounds):
+        cases.append(case)
+        passed = report(cases, machine, args.out)
+    return passed if len(cases) == CASES else 1
 
 
 def report(cases: Sequence[Case], machine: MachineProfile, out: Path | None) -> int:
@@ -149,7 +150,7 @@ def report(cases: Sequence[Case], machine: MachineProfile, out: Path | None) -> 
     for case in cases:
         for context, rows in case.rows.items():
             row, errors = middle(rows), sorted(r.error for r in rows)
-            print(f"{case.name}: " + "\n".join(lines(row, 16)))
+            print(f"{case.name}: {lines(row, 0)[0]}")
             print(f"    error over {len(rows)} rounds: {errors[0]:+.1%} to {errors[-1]:+.1%}")
             inside = abs(row.error) <= BAR and abs(row.sum_error) <= SUM_BAR
             passed &= inside

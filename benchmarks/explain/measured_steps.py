@@ -26,8 +26,8 @@ WARM_UP = 4  # steps of a request that are not counted
 @dataclass(frozen=True)
 class Row:
     """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap
-    against the time around the same steps; watch_cost: of the mean step; hit_rate: that was predicted
-    with, None without experts in host memory."""
+    against the time around steps that nobody watches; watch_cost: of the mean step; hit_rate: predicted
+    with it, None without experts in host memory."""
 
     context: int
     predicted_s: float
@@ -109,30 +109,26 @@ def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -
     engine.watch_classes(False)
     guess = predicted(engine, model, machine, context + steps // 2, hits)
 
-    plain, _ = run(engine, request(f"plain-{context}", prompt, steps))
+    plain, around = run(engine, request(f"plain-{context}", prompt, steps))
     watch = Watch(engine)
     watch.start()
-    watched, around = run(engine, request(f"watched-{context}", prompt, steps))
+    _, watched = run(engine, request(f"watched-{context}", prompt, steps))
     watch.stop()
-    again, _ = run(engine, request(f"again-{context}", prompt, steps))
+    again, around_again = run(engine, request(f"again-{context}", prompt, steps))
     report = report_of(engine, watch, "decode", machine)
     assert report is not None
     times = [s.seconds for s in (*plain, *again)]
     measured_s = median(times)
     leaves = {row.id: row.measured_s for row in report.rows}
-    slowed = {one.stats.step for one in watch.steps if one.slowed}
-    outside = [a for a, s in zip(around, watched, strict=True) if s.step not in slowed]
-    inside = [s.seconds for s in watched if s.step not in slowed]
-    # The report's mean is over two steps more, those that ``run`` takes for warming up.
-    total = (sum(leaves.values()) + report.gap_s) * mean(inside) / report.step_s
+    total = sum(leaves.values()) + report.gap_s
     return Row(
         context=context,
         predicted_s=guess.seconds,
         measured_s=measured_s,
         error=guess.seconds / measured_s - 1,
-        sum_error=total / mean(outside) - 1,
+        sum_error=total / mean([*around, *around_again]) - 1,
         gap_share=report.gap_s / report.step_s,
-        watch_cost=mean(s.seconds for s in watched) / mean(times) - 1,
+        watch_cost=mean(watched) / mean([*around, *around_again]) - 1,
         hit_rate=hits,
         predicted_classes=dict(guess.classes),
         measured_classes={**leaves, "unexplained": report.gap_s},

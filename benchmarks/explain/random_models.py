@@ -7,7 +7,7 @@ tokens are drawn at random: greedy output of random weights repeats itself, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from benchmarks.residency import geometry as geo
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
 from headrace.core.status import EngineInfo
-from headrace.core.step import StepOutput
+from headrace.core.step import SampledToken, StepOutput
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
@@ -194,12 +194,13 @@ def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
     runner: Any = engine._runner  # the seam that a benchmark needs and a product does not
     compute = runner.compute
     generator = torch.Generator().manual_seed(seed)
+    ids = cycle(torch.randint(vocab, (10_007,), generator=generator).tolist())
 
     def drawn(*args: Any) -> StepOutput:
         output: StepOutput = compute(*args)
-        ids = torch.randint(vocab, (len(output.sampled),), generator=generator).tolist()
-        sampled = tuple(replace(s, token_id=i) for s, i in zip(output.sampled, ids, strict=True))
-        return replace(output, sampled=sampled)
+        return StepOutput(
+            output.step, tuple(SampledToken(s.seq_id, next(ids)) for s in output.sampled)
+        )
 
     runner.compute = drawn
 

@@ -203,7 +203,7 @@ def cached_experts(parts: EngineParts) -> CachedExperts | None:
         placement=executor.shape.placement,
         layers=shape.num_layers,
         wanted=executor.shape.top_k * shape.num_slices,
-        slice_nbytes=layout.slice_nbytes,
+        slice_nbytes=executor.store.mean_slice_nbytes,
         format=layout.format,
         resident=shape.num_slots / everything,
     )

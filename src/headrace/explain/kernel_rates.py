@@ -107,6 +107,9 @@ def predict(
         classes = {name: _class_seconds(name, one, rows, machine) for name, one in costs.items()}
         classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
     classes[leaf.SCHEDULE] = rate_of(machine, "step_host")
+    if model.gpu:
+        blocks = sum(-(-(new + cached) // model.block_tokens) for new, cached in rows.sequences)
+        classes[leaf.SCHEDULE] += blocks * rate_of(machine, "block_host")
     classes[leaf.DETOKENIZE] = rows.sampled * rate_of(machine, "token_host")
     return Predicted(classes)
 

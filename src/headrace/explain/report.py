@@ -133,6 +133,9 @@ def explain(
         if not seconds.get(ident):
             seconds[ident] = value
             calls.setdefault(ident, more_calls[ident])
+    starts = [c.seconds for s in sample.stats for c in s.classes if c.id == leaf.LAUNCHES]
+    if sample.slowed and starts:  # not every step tells
+        seconds[leaf.LAUNCHES], calls[leaf.LAUNCHES] = sum(starts) / len(starts), 1.0
     costs = running_cost(model, sample.rows)
     rows = [
         _row(

@@ -26,6 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "PROMPT_TOKENS", 8)
     monkeypatch.setattr(host_probe, "STEPS", 8)
     monkeypatch.setattr(host_probe, "WARM_UP", 1)
+    monkeypatch.setattr(host_probe, "LONG_TOKENS", 64)
 
 
 def stored_model():

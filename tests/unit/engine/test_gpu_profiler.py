@@ -79,8 +79,13 @@ def test_one_replayed_step_is_marked_and_all_give_the_same_tokens(monkeypatch):
     assert calls[leaf.LM_HEAD] == calls[leaf.SAMPLING] == calls[leaf.EMBED] == 1
     gpu = (leaf.QKV, leaf.LM_HEAD, leaf.RMSNORM)
     assert all(c.seconds > 0 for c in marked.classes if c.id in gpu)
-    # What is not marked says what the host did, and no more.
-    assert {c.id for c in decode[0].stats.classes} == {leaf.SCHEDULE, leaf.DETOKENIZE}
+    # What is not marked says what the host did, and now and then what starting the graph took.
+    host = {leaf.SCHEDULE, leaf.DETOKENIZE}
+    brackets = [i for i in range(STEPS - 1) if i % gpu_profiler.BRACKETS == 0]
+    for index, one in enumerate(decode):
+        if index != gpu_profiler.FIRST:
+            seen = {c.id for c in one.stats.classes}
+            assert seen == host | ({leaf.LAUNCHES} if index in brackets else set())
     # Marked kernels and the host's part of the step fill it.
     assert sum(c.seconds for c in marked.classes) <= marked.seconds
     sample = watch.sample("decode")

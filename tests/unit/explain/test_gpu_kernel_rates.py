@@ -24,6 +24,7 @@ GPU_KERNELS = {n: v for n, v in KERNELS.items() if n.startswith(("kernel_one", "
     "hbm_read": (4000.0, "GB/s"),
     "kernel_launch": (14e-6, "s"),
     "step_host": (100e-6, "s"),
+    "block_host": (0.1e-6, "s"),
     "token_host": (5e-6, "s"),
 }
 
@@ -56,7 +57,7 @@ def test_a_replayed_step_is_the_sum_of_its_kernels():
     assert found[leaf.LM_HEAD] == pytest.approx(320 / 4e9)
     assert found[leaf.EMBED] == pytest.approx(3e-6)
     assert found[leaf.SAMPLING] == pytest.approx(15e-6)
-    assert found[leaf.SCHEDULE] == pytest.approx(100e-6)
+    assert found[leaf.SCHEDULE] == pytest.approx(100e-6 + 40 * 0.1e-6)  # 1,280 tokens, 32 a block
     assert leaf.LAUNCHES not in found  # the host's part of a step has the graph's start
 
 
