@@ -9,6 +9,7 @@ allocates everything once, so that its calls can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.ops.records import Activation
+from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning, MatrixPlace
 from headrace.ops.triton.expert_gather import expert_gather
 from headrace.ops.triton.expert_halves import (
     TILE_BLOCKS,
@@ -41,8 +43,10 @@ from headrace.ops.triton.expert_plan import (
 )
 from headrace.ops.triton.expert_state import PlanState
 from headrace.ops.triton.overlap import can_overlap
+from headrace.ops.triton.unpack import GROUPS
 
-FORMATS = ("mxfp4", "bf16")
+FORMATS = tuple(GROUPS)
+_OWN_KERNELS = ("mxfp4", "bf16")  # alone in a model; everything else shares ``expert_blocks``
 WEIGHTS_OF_SCALE = 32  # MXFP4
 WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
 NUM_PLANES = 6
@@ -57,9 +61,11 @@ TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
 
 @dataclass(frozen=True)
 class SliceGeometry:
-    """What the kernels must know of a slab: byte offsets of the parts in a slice.
+    """What the kernels must know of a layer's slabs: byte offsets of the parts in a slice.
 
-    gate_up, down: (weights, scales, bias); 0 where there is no such part
+    format: of gate and up; slice_nbytes: of a slot; gate_up, down: (weights, scales, bias), 0 where there
+    is no such part; places: more of both matrices, for the kernels of any format; host_nbytes: of a
+    slice in host memory, 0: as long as a slot
     """
 
     format: str
@@ -70,6 +76,8 @@ class SliceGeometry:
     has_bias: bool
     gate_up: tuple[int, int, int]
     down: tuple[int, int, int]
+    places: tuple[MatrixPlace, ...] = ()
+    host_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class Tuning:
     gather_words: int = 2048
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
+    blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
 
 
 class ExpertLauncher:
@@ -119,6 +128,7 @@ class ExpertLauncher:
         arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
         multiprocessors: of the device, the unit of the grids; found out if None.
+        layers: geometry of each layer, where they differ or have ``places``.
     """
 
     def __init__(
@@ -131,21 +141,30 @@ class ExpertLauncher:
         request: RequestOffsets,
         multiprocessors: int | None = None,
         tuning: Tuning | None = None,
+        layers: Sequence[SliceGeometry] = (),
     ) -> None:
-        if geometry.format not in FORMATS:
+        self._layers = tuple(layers)
+        formats = {p.format for g in self._layers for p in g.places} | {geometry.format}
+        if not formats.issubset(FORMATS):
             raise UnsupportedModelError(
-                f"the GPU has no expert kernels for {geometry.format}",
+                f"the GPU has no expert kernels for {', '.join(sorted(formats - set(FORMATS)))}",
                 hint=f"supported: {', '.join(FORMATS)}; --experts cpu serves the other formats",
             )
+        mixed = len(formats) != 1 or geometry.format not in _OWN_KERNELS
         self.tuning = tuning or Tuning()
         self._geometry, self._state, self._arena, self._bases = geometry, state, arena, bases
         self._act, self._request = act, request
         self._sms = multiprocessors or _multiprocessors(arena.device)
-        self._mxfp4 = geometry.format == "mxfp4"
+        self._mxfp4 = geometry.format == "mxfp4" and not mixed
         self._overlap = self.tuning.overlap and can_overlap(arena.device)
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
         self._allocate()
+        self._blocks: BlockLauncher | None = None
+        if mixed:
+            self._blocks = BlockLauncher(
+                self._layers, state, arena, self.partial, act, self._sms, self.tuning.blocks
+            )
 
     def _allocate(self) -> None:
         g, plan, device = self._geometry, self._state.geometry, self._arena.device
@@ -175,6 +194,8 @@ class ExpertLauncher:
 
     def prepare(self, x: torch.Tensor) -> None:
         """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
+        if self._blocks is not None:
+            self._blocks.prepare(x)
         blocks = -(-self._geometry.hidden // WEIGHTS_OF_SCALE)
         if not (self._has_cpu or self._mxfp4):
             return
@@ -195,25 +216,42 @@ class ExpertLauncher:
         expert_gather[(t.gather_programs,)](
             self._bases, self._arena, self._state.fetches if fetches is None else fetches,
             self._state.counts, self._state.totals, layer,
-            self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
+            self._host_nbytes(layer), self._geometry.slice_nbytes, t.gather_words,
+            num_warps=t.gather_warps,
         )  # fmt: skip
 
-    def hits(self, x: torch.Tensor) -> None:
-        """Compute the planned hits."""
-        self.compute(x, self._state.hits, COUNT_HITS.value)
+    def _host_nbytes(self, layer: int) -> int:
+        own = self._layers[layer].host_nbytes if self._layers else 0
+        return own or self._geometry.slice_nbytes
 
-    def fetched(self, x: torch.Tensor) -> None:
+    def hits(self, x: torch.Tensor, layer: int = 0) -> None:
+        """Compute the planned hits. ``layer`` matters where layers differ."""
+        self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer)
+
+    def fetched(self, x: torch.Tensor, layer: int = 0) -> None:
         """Compute what ``gather`` brought."""
-        self.compute(x, self._state.fetches, COUNT_FETCHES.value)
+        self.compute(x, self._state.fetches, COUNT_FETCHES.value, layer=layer)
 
     def compute(
-        self, x: torch.Tensor, entries: torch.Tensor, which: int, only: str | None = None
+        self,
+        x: torch.Tensor,
+        entries: torch.Tensor,
+        which: int,
+        only: str | None = None,
+        *,
+        layer: int = 0,
     ) -> None:
         """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
         if only != "down":
-            self._gate_up(x, entries, which)
+            if self._blocks is not None:
+                self._blocks.gate_up(layer, x, entries, which)
+            else:
+                self._gate_up(x, entries, which)
         if only != "gate_up":
-            self._down(entries, which)
+            if self._blocks is not None:
+                self._blocks.down(layer, entries, which)
+            else:
+                self._down(entries, which)
 
     def _gate_up(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
         g, s, t, act = self._geometry, self._state, self.tuning, self._act
