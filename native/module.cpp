@@ -208,6 +208,7 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
+  m.def("why_no_tiles", &why_no_tiles);
   bind_bandwidth(m);
   bind_sealed(m);
 }
