@@ -40,7 +40,7 @@ ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate
     x_terms_ = term_memory_.data() + (up(static_cast<int64_t>(address), kTermAlignment) - static_cast<int64_t>(address));
     act_terms_ = x_terms_ + sizes.tokens * x_nbytes_;
   }
-  if (sizes.tokens >= kTiledRequest && kernels().tiles != nullptr)
+  if (kernels().tiles != nullptr)
     tiles_ = std::make_unique<ExpertTiles>(layout.hidden, layout.width, threads);
   if (act_has_terms_ || tiles_ != nullptr)
     done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
@@ -80,7 +80,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
   expert_kernels_ = &expert_kernels();
   items_.clear();
   total_cost_ = 0;
-  const TileKernels* tiles = tiles_ != nullptr && r.tokens >= kTiledRequest ? kernels_->tiles : nullptr;
+  const TileKernels* tiles = tiles_ != nullptr && r.tokens >= tile_use_.tokens ? kernels_->tiles : nullptr;
   if (tiles != nullptr) tiles_->begin(*tiles);
   tiled_ = false;
   all_tiled_ = true;
@@ -90,7 +90,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
     TiledItem tiled;
-    if (tiles != nullptr && item[3] >= kTiledPairs) tiled = tiles_->add(item[2], item[3]);
+    if (tiles != nullptr && item[3] >= tile_use_.pairs) tiled = tiles_->add(item[2], item[3]);
     tiled_ |= tiled.used;
     all_tiled_ &= tiled.used;
     const int64_t cost = tiled.used ? kReadCost + item[3] / kTiledCost : std::max<int64_t>(kReadCost, kTokenCost * item[3]);

@@ -58,6 +58,7 @@ class ExpertCompute {
   int threads() const { return threads_; }
   int64_t nbytes() const { return static_cast<int64_t>(items_.size()) * layout_.slice_nbytes; }
   void set_reading(const Reading& r) { reading_ = r; }
+  void set_tile_use(const TileUse& u) { tile_use_ = u; }
 
  private:
   struct Item {
@@ -94,6 +95,7 @@ class ExpertCompute {
   const bool x_has_terms_, act_has_terms_, factors_;
   const int64_t x_nbytes_, act_nbytes_, units_, blocks_;  // bytes of a row of terms, or 0
   Reading reading_;
+  TileUse tile_use_;
 
   const Kernels* kernels_ = nullptr;
   const ExpertKernels* expert_kernels_ = nullptr;

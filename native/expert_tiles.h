@@ -13,10 +13,13 @@ struct TiledItem {
   int64_t input = 0, between = 0;
 };
 
-// Tokens of a request from which on items with enough pairs use tiles. Smaller ones are decoding steps, whose bits
-// do not depend on the batch.
-constexpr int64_t kTiledRequest = 17;
-constexpr int64_t kTiledPairs = 3;
+// Which items use tiles: those with so many pairs, in requests of so many tokens. Smaller requests are decoding
+// steps, whose bits do not depend on the batch.
+struct TileUse {
+  int64_t tokens = 17;
+  int64_t pairs = 3;
+};
+
 constexpr int64_t kTiledRows = 64;  // rows of a product, at most
 
 class ExpertTiles {

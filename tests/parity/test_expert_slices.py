@@ -13,7 +13,7 @@ from headrace.experts.items import Items, items_of
 from headrace.experts.slice_reference import run_items
 from tests.fixtures.cpu_cases import isas, needs_native
 from tests.fixtures.cpu_oracle import error
-from tests.fixtures.expert_slabs import CLAMPED, SILU, Case, choose, make_case
+from tests.fixtures.expert_slabs import CLAMPED, SILU, choose, make_case, routed, run
 
 pytestmark = needs_native
 
@@ -22,29 +22,6 @@ if isas():
 
 FORMATS = ("mxfp4", "bf16", "q8_0", "q4_k", "q6_k", "fp8_e4m3", "nvfp4", "iq4_nl", "f32")
 seeds = st.integers(0, 2**32 - 1)
-
-
-def run(case: Case, x: torch.Tensor, work: Items, threads: int | None = 2) -> torch.Tensor:
-    return expert_service.run_now(
-        case.layout,
-        case.base,
-        len(case.slabs),
-        case.act,
-        x,
-        work.items,
-        work.pair_token,
-        work.pair_weight,
-        threads,
-    )
-
-
-def routed(
-    case: Case, tokens: int, k: int, seed: int = 1
-) -> tuple[torch.Tensor, np.ndarray, np.ndarray, Items]:
-    rng = np.random.default_rng(seed)
-    ids, weights = choose(rng, tokens, len(case.slabs), k)
-    work = items_of(torch.from_numpy(ids), torch.from_numpy(weights), case.layout.num_slices)
-    return case.x(rng, tokens), ids, weights, work
 
 
 @pytest.mark.parametrize(
