@@ -24,8 +24,8 @@ if isas():
     from headrace.ops.cpu import linear as ops
 
 EXACT = ("bf16", "mxfp4", "mxfp4_gguf")  # formats that bfloat16 holds
-# A value in two terms of eight bits errs by 2^-16 of itself at most, and by a third of that on average; the
-# errors of a sum have random signs, like its parts.
+# A value in two terms of eight bits errs by 2^-17 of itself at most, and the product of the smaller terms is
+# left out; the errors of a sum have random signs, like its parts.
 TYPICAL = 1.5e-5
 
 
@@ -50,10 +50,10 @@ def tiles(request: pytest.FixtureRequest):
 
 
 def check(found: torch.Tensor, x: torch.Tensor, w: PackedTensor) -> None:
-    """Within the bound of every single sum: what three roundings of terms, and float32, leave out."""
+    """Within the bound of every single sum: what terms (2^-17 each, and 2^-16) and float32 leave out."""
     rows, weights = x.double().numpy(), values_of(w).astype(np.float64)
     expected, size = rows @ weights.T, np.abs(rows) @ np.abs(weights).T
-    left_out = (1 if w.format in EXACT else 3) * 2.0**-16 + 3 * w.shape[1] * 2.0**-24
+    left_out = (1 if w.format in EXACT else 4) * 2.0**-17 + 3 * w.shape[1] * 2.0**-24
     assert (np.abs(found.numpy() - expected) <= left_out * size).all()
     assert error(found, expected) < TYPICAL
 
@@ -64,6 +64,25 @@ def test_products_match_float64(tiles: str, name: str):
         rng = np.random.default_rng(tokens)
         w, x = random_packed(name, rows, 768, rng), random_f32(rng, tokens, 768)
         check(ops.linear(x, w), x, w)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4_gguf"])
+def test_all_scales_and_codes_of_mxfp4(tiles: str, name: str):
+    """One activation of 1 at a time shows the weights as they are; below 2^-126 they count as zero."""
+    codes = np.tile(np.arange(256, dtype=np.uint8)[:16] * 17, (256, 8))  # each code, in both nibbles
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
+    blocks = np.concatenate([scales[..., None], codes.reshape(256, 8, 16)], 2).reshape(256, -1)
+    parts = {"blocks": blocks} if name == "mxfp4_gguf" else {"codes": codes, "scales": scales}
+    w = PackedTensor(name, (256, 256), {k: torch.from_numpy(v.copy()) for k, v in parts.items()})
+    with np.errstate(over="ignore"):
+        expected = values_of(w)
+    if name == "mxfp4_gguf":  # gguf gives the NaN exponent 255 a number; ours follows the standard
+        expected[255] = np.nan
+    expected[np.abs(expected) < 2.0**-126] = 0
+    finite = np.isfinite(expected).all(1)
+    found = ops.tiled_linear(torch.eye(256), w).numpy().T
+    assert np.array_equal(found[finite], expected[finite])
+    assert not np.isfinite(found[~finite]).any()
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", "fp8_e4m3", "nvfp4"])
