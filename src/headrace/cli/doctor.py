@@ -84,7 +84,7 @@ def _tile_lines(kernels: Kernels) -> list[tuple[str, str]]:
         return []
     if kernels.no_tiles:
         return [("matrix tiles", f"none: {kernels.no_tiles}")]
-    return [("matrix tiles", "AMX, in calls of more than 64 rows")]
+    return [("matrix tiles", f"{kernels.isa}, in calls of more than 64 rows")]
 
 
 def _cpu_lines(machine: Machine) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def test_it_says_whether_matrix_tiles_are_used_and_why_not(host: Path) -> None:
     refused = dataclasses.replace(BUILT, no_tiles="the kernel refused the tile registers")
     assert "matrix tiles: none: the kernel refused the tile registers" in text_of(host, refused)
     used = dataclasses.replace(BUILT, isa="avx512_amx", no_tiles="")
-    assert "matrix tiles: AMX, in calls of more than 64 rows" in text_of(host, used)
+    assert "matrix tiles: avx512_amx, in calls of more than 64 rows" in text_of(host, used)
     assert "matrix tiles" not in text_of(host, MISSING)
 
 
