@@ -16,19 +16,22 @@ inline const TileKernels* tiles_for(int64_t tokens) { return tokens > kTilesBeyo
 // Words of uninitialised memory, aligned as tiles need it.
 class TileMemory {
  public:
-  explicit TileMemory(int64_t words) : memory_(new uint16_t[static_cast<size_t>(words + kAlign)]) {
+  explicit TileMemory(int64_t words) : size_(words), memory_(new uint16_t[static_cast<size_t>(words + kAlign)]) {
     const auto address = reinterpret_cast<uintptr_t>(memory_.get());
     words_ = memory_.get() + ((address + 2 * kAlign - 1) / (2 * kAlign) * (2 * kAlign) - address) / 2;
   }
   uint16_t* words() const { return words_; }
+  int64_t size() const { return size_; }
 
  private:
   static constexpr int64_t kAlign = 32;  // words of a cache line
+  int64_t size_;
   std::unique_ptr<uint16_t[]> memory_;
   uint16_t* words_;
 };
 
-// Rows of activations, packed in blocks of sixteen: block b holds x[first[b]] to x[first[b] + count[b] - 1].
+// Rows of activations, packed in blocks of sixteen. The memory is the calling thread's and is used again by its next
+// call: getting as much from the system anew took as long as a whole product (page faults). One at a time.
 class PackedRows {
  public:
   // One block after the other, x[0] to x[tokens - 1].
@@ -39,14 +42,13 @@ class PackedRows {
   const uint16_t* const* blocks(int64_t group = 0) const { return &blocks_[static_cast<size_t>(first_block_[static_cast<size_t>(group)])]; }
 
  private:
-  std::unique_ptr<TileMemory> memory_;
   std::vector<const uint16_t*> blocks_;
   std::vector<int64_t> first_block_;
 };
 
-// Rows of a matrix that are expanded at once, a multiple of kTile: their tiles stay in a 2 MiB L2 cache beside
-// the activations.
-int64_t tiled_rows(const Matrix& m);
+// Rows of a matrix that are expanded at once, at most, a multiple of kTile: their tiles stay in half of a 2 MiB L2
+// cache.
+int64_t tiled_rows(const Matrix& m, int64_t most = 64);
 
 // Scratch floats of their tiles.
 inline int64_t tiled_floats(int64_t rows, const Matrix& m) { return tiles_of(rows) * weight_tile_words(m) / 2; }
