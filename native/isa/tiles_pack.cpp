@@ -32,18 +32,6 @@ template <bool Finite> inline __m512i left_of(V first, V second, __m512i words) 
                  left_of<Finite>(second, _mm512_extracti64x4_epi64(words, 1)));
 }
 
-// What a scale adds to the exponents of two bfloat16 words.
-struct Exponents {
-  int32_t twice[256];
-  constexpr Exponents() : twice{} {
-    for (int i = 0; i < 256; ++i) {
-      const auto word = static_cast<uint16_t>((i - 127) * 128);
-      twice[i] = static_cast<int32_t>(word * 0x10001u);
-    }
-  }
-};
-constexpr Exponents kExponents;
-
 // 32 weights of MXFP4 straight to bfloat16, half the instructions of the way over float32: each nibble in a word of
 // its own, and one look-up in E2M1's words with the scale added to their exponents. The look-up takes five bits, so
 // the table stands there twice.
@@ -70,7 +58,7 @@ template <Format F> struct Nibbles {
 
   __m512i operator()(const uint8_t* codes, uint8_t scale) const {
     constexpr __mmask32 kNotZero = 0xfefefefe;
-    const __m512i more = _mm512_set1_epi32(kExponents.twice[scale]);  // a broadcast from memory takes no shuffle unit
+    const __m512i more = _mm512_set1_epi16(static_cast<int16_t>((scale - 127) * 128));
     const __m512i scaled = _mm512_mask_add_epi16(table, kNotZero, table, more);
     const __m512i both = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load16(codes)), spread);
     return _mm512_permutexvar_epi16(_mm512_srlv_epi16(both, shift), scaled);
@@ -118,11 +106,13 @@ template <Format F> struct Write {
   }
 
   // Steps [from, to) of one row, `from` a multiple of eight; the tiles of step 0 would begin at `words`.
-  static void row(const Row& r, int64_t cols, int64_t from, int64_t to, uint16_t* words) {
+  static void row(const Row& r, int64_t cols, int64_t from, int64_t to, uint16_t* words, int64_t far_nbytes, bool ahead) {
     const int64_t groups = std::min(cols / kGroup, to), rest = cols % kGroup;
     alignas(64) float scales[kScaleFloats];
     int64_t g = from;
     for (; g + kChunk <= groups; g += kChunk) {
+      if (ahead) prefetch_chunk<F>(r, g);
+      if (far_nbytes != 0) prefetch_far_chunk<F>(r.data + far_nbytes, g);
       Expand<F>::prepare(r, g, kChunk, scales);
       in_memory(&scales);
       chunk(r, g, scales, words);
@@ -138,47 +128,31 @@ template <Format F> struct Write {
     }
   }
 
-  // Sixteen rows, or fewer, of a tile.
-  static void rows(const Matrix& m, int64_t row0, int64_t count, int64_t from, int64_t to, uint16_t* words) {
-    for (int64_t i = 0; i < count; ++i) row(row_of(m, row0 + i), m.cols, from, to, words + i * kStep);
-  }
-};
-
-// Asks for part `part` of `parts` of the bytes from `next` on, in the order of memory, for the L2 cache.
-void ask_for(const uint8_t* next, int64_t nbytes, int64_t part, int64_t parts) {
-  for (int64_t at = nbytes * part / parts / 64 * 64; at < nbytes * (part + 1) / parts; at += 64) prefetch_far(next + at);
-}
-
-// A tile's rows eight steps at a time, so that stores stay within two pages; row by row they were twice as slow
-// (every tile is on another page than the one before). Meanwhile the next rows travel.
-template <Format F> struct WriteAll {
   static void call(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) {
-    constexpr int64_t kWords = Write<F>::kTerms * kTileWords;
-    const int64_t steps = tile_steps(m.cols), parts = (steps + kPartSteps - 1) / kPartSteps;
-    for (int64_t r = 0; r < count; r += kTile, to += steps * kWords) {
-      const int64_t rows = std::min(kTile, count - r);
-      const uint8_t* next = m.data + (row0 + r + rows) * m.row_nbytes;
-      for (int64_t part = 0; part < parts; ++part) {
-        Write<F>::rows(m, row0 + r, rows, part * kPartSteps, std::min((part + 1) * kPartSteps, steps), to);
-        ask_for(next, kTile * m.row_nbytes, part, parts);
-      }
-    }
+    const int64_t steps = tile_steps(m.cols), tile = steps * kTerms * kTileWords;
+    for (int64_t i = 0; i < count; ++i)
+      row(row_of(m, row0 + i), m.cols, 0, steps, to + i / kTile * tile + i % kTile * kStep, m.far_nbytes, true);
   }
 };
 
 template <Format F> struct WritePart {
   static void call(const Matrix& m, int64_t row0, int64_t count, int64_t from, uint16_t* to) {
-    constexpr int64_t kWords = Write<F>::kTerms * kTileWords;
+    constexpr int64_t kWords = Write<F>::kTerms * kTileWords, kTilePart = kPartSteps * kWords;
     const int64_t end = std::min(from + kPartSteps, tile_steps(m.cols));
-    for (int64_t r = 0; r < count; r += kTile)
-      Write<F>::rows(m, row0 + r, std::min(kTile, count - r), from, end, to + (r / kTile * kPartSteps - from) * kWords);
+    for (int64_t i = 0; i < count; ++i)
+      Write<F>::row(row_of(m, row0 + i), m.cols, from, end, to + i / kTile * kTilePart + i % kTile * kStep - from * kWords, 0, false);
   }
 };
 
-void expand(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) { by_format<WriteAll>(m.format, m, row0, count, to); }
+void expand(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) { by_format<Write>(m.format, m, row0, count, to); }
 
 void expand_part(const Matrix& m, int64_t row0, int64_t count, int64_t from, uint16_t* to) {
   by_format<WritePart>(m.format, m, row0, count, from, to);
+}
+
+// Asks for part `part` of `parts` of what follows the rows at hand, in the order of memory.
+void ask_for(const uint8_t* next, int64_t nbytes, int64_t part, int64_t parts) {
+  for (int64_t at = nbytes * part / parts / 64 * 64; at < nbytes * (part + 1) / parts; at += 64) prefetch_far(next + at);
 }
 
 // Sixteen activations from k on, zeros past the row's end.
