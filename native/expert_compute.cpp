@@ -145,11 +145,6 @@ void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const I
   float* to[kStripTokens];
   for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
   if (item.tiled.used) {
-    if (item.pairs <= kStripTileTokens) {
-      const uint8_t* after = ahead.rows > rows ? m.data + (row0 + rows) * m.row_nbytes : ahead.next;
-      tiles_->strip(m, row0, rows, item.tiled, gate_up, pairs, after, to);
-      return;
-    }
     if (pair0 == 0) tiles_->expand(m, row0, rows, worker, place);
     tiles_->multiply(m, rows, item.tiled, gate_up, pair0, pairs, to, worker, place);
     return;

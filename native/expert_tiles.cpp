@@ -64,12 +64,6 @@ void ExpertTiles::pack_between(const TiledItem& item, int64_t pairs, int64_t ste
   }
 }
 
-void ExpertTiles::strip(const Matrix& m, int64_t row0, int64_t rows, const TiledItem& item, bool gate_up, int64_t pairs,
-                        const uint8_t* next, float* const* out) const {
-  const auto block = static_cast<size_t>(gate_up ? item.input : item.between);
-  tiles_->strip({m, row0, rows, &(gate_up ? inputs_ : between_).at[block], pairs, out, next});
-}
-
 void ExpertTiles::expand(const Matrix& m, int64_t row0, int64_t rows, int worker, int place) {
   tiles_->expand(m, row0, rows, scratch(worker, place));
 }

@@ -20,7 +20,7 @@ struct TileUse {
   int64_t pairs = 12;
 };
 
-constexpr int64_t kTiledRows = kStripTileRows;  // rows of a product, at most
+constexpr int64_t kTiledRows = 64;  // rows of a product, at most
 
 class ExpertTiles {
  public:
@@ -36,9 +36,6 @@ class ExpertTiles {
   // Columns [32 step, 32 step + 32) of an item's rows, `width` floats apart.
   void pack_between(const TiledItem& item, int64_t pairs, int64_t step, const float* rows);
 
-  // Rows [row0, row0 + rows) times all pairs of an item, kStripTileTokens at most.
-  void strip(const Matrix& m, int64_t row0, int64_t rows, const TiledItem& item, bool gate_up, int64_t pairs,
-             const uint8_t* next, float* const* out) const;
   // What products with rows [row0, row0 + rows) read, in the worker's scratch memory; `place` 0 or 1.
   void expand(const Matrix& m, int64_t row0, int64_t rows, int worker, int place = 0);
   // out[j][row] for pairs [pair0, pair0 + pairs), pair0 a multiple of sixteen.

@@ -68,7 +68,6 @@ struct Half {
 
   // What products with these rows read, once for all tokens of an expert.
   void expand(const Matrix& m, int64_t row0, int64_t rows, int64_t tokens, float* expanded) const {
-    if (tiles != nullptr && tokens <= kStripTileTokens) return;
     if (tiles != nullptr) tiles->expand(m, row0, rows, reinterpret_cast<uint16_t*>(expanded));
     else if (shares_copy(k, m, tokens)) k.expand_rows(m, row0, rows, expanded, padded(m.cols));
   }
@@ -77,9 +76,7 @@ struct Half {
   void product(const Matrix& m, int64_t row0, int64_t rows, int64_t i, int64_t first, int64_t c, int64_t count,
                int64_t tokens, float* const* to, float* expanded) const {
     const float* const* from = &x[static_cast<size_t>(first + c)];
-    if (tiles != nullptr && tokens <= kStripTileTokens)
-      tiles->strip({m, row0, rows, packed->blocks(i), tokens, to, m.data + (row0 + rows) * m.row_nbytes});
-    else if (tiles != nullptr)
+    if (tiles != nullptr)
       tiles->multiply({reinterpret_cast<const uint16_t*>(expanded), weight_terms(m.format), rows, tile_steps(m.cols),
                        packed->blocks(i) + c / kTile, count, to});
     else if (shares_copy(k, m, tokens)) k.gemm(expanded, padded(m.cols), rows, from, count, m.cols, to);

@@ -46,17 +46,6 @@ struct TileProduct {
   float* const* out;              // out[token][row]
 };
 
-// Rows of a matrix with few tokens: expanded eight steps at a time, multiplied while they are in the L1 cache.
-struct TileStrip {
-  const Matrix& m;
-  int64_t row0, rows;             // at most kStripTileRows
-  const uint16_t* const* blocks;
-  int64_t tokens;                 // at most kStripTileTokens
-  float* const* out;              // out[token][row]
-  const uint8_t* next;            // what is read after these rows, as many bytes as they have; or null
-};
-constexpr int64_t kStripTileRows = 64, kStripTileTokens = 32;
-
 struct TileKernels {
   const char* name;
   // Columns [32 step0, 32 (step0 + steps)) of up to sixteen rows of activations; `to` is their block's start.
@@ -64,7 +53,6 @@ struct TileKernels {
   // Rows [row0, row0 + count) of the matrix.
   void (*expand)(const Matrix& m, int64_t row0, int64_t count, uint16_t* to);
   void (*multiply)(const TileProduct& p);
-  void (*strip)(const TileStrip& s);
 };
 
 // AMX, or null and why not. The same tiles on vdpbf16ps, for tests: no faster than float32.

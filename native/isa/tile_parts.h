@@ -9,11 +9,6 @@ namespace headrace {
 void pack_tiles(const float* const* x, int64_t tokens, int64_t cols, int64_t step0, int64_t steps, uint16_t* to);
 void expand_tiles(const Matrix& m, int64_t row0, int64_t count, uint16_t* to);
 
-// Steps of a strip that are expanded at once: a superblock.
-constexpr int64_t kPartSteps = 8;
-// Steps from `from` on, kPartSteps at most, of some rows of a strip: [row tile][kPartSteps][term][16][32].
-void expand_strip(const TileStrip& s, int64_t row0, int64_t rows, int64_t from, uint16_t* to);
-
 namespace {
 
 // Sixteen rows of sixteen 32-bit words.

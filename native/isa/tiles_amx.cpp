@@ -42,23 +42,13 @@ constexpr int64_t kBlockWords = kTileTerms * kTileWords;  // a step of activatio
   _tile_dpbf16ps(2, first, right);                \
   _tile_dpbf16ps(3, second, right);
 
-template <int N> void clear() {
-  _tile_zero(0);
-  if constexpr (N > 1) _tile_zero(1);
-  if constexpr (N > 2) _tile_zero(2);
-  if constexpr (N > 3) _tile_zero(3);
-}
-
-template <int N> void store(float* sums) {
-  _tile_stored(0, sums, kRowNbytes);
-  if constexpr (N > 1) _tile_stored(1, sums + 256, kRowNbytes);
-  if constexpr (N > 2) _tile_stored(2, sums + 512, kRowNbytes);
-  if constexpr (N > 3) _tile_stored(3, sums + 768, kRowNbytes);
-}
-
-// Adds 32 rows x 32 tokens to the sums of (rows 0, tokens 0), (1, 0), (0, 1), (1, 1).
+// 32 rows x 32 tokens: sums of (rows 0, tokens 0), (1, 0), (0, 1), (1, 1).
 template <int Terms>
-void square(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0, const uint16_t* b1, int64_t steps) {
+void square(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0, const uint16_t* b1, int64_t steps, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t s = 0; s < steps; ++s) {
     _tile_loadd(4, a0, kRowNbytes);
     _tile_loadd(6, b0, kRowNbytes);
@@ -80,6 +70,10 @@ void square(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0, const ui
     b0 += kBlockWords;
     b1 += kBlockWords;
   }
+  _tile_stored(0, sums, kRowNbytes);
+  _tile_stored(1, sums + 256, kRowNbytes);
+  _tile_stored(2, sums + 512, kRowNbytes);
+  _tile_stored(3, sums + 768, kRowNbytes);
 }
 #undef HEADRACE_FOUR
 
@@ -92,9 +86,13 @@ void square(const uint16_t* a0, const uint16_t* a1, const uint16_t* b0, const ui
 #define HEADRACE_ROWS(term, x) \
   HEADRACE_ROW(0, 4, term, x) HEADRACE_ROW(1, 5, term, x) HEADRACE_ROW(2, 4, term, x) HEADRACE_ROW(3, 5, term, x)
 
-// Adds 16 N rows x 16 tokens.
+// 16 N rows x 16 tokens.
 template <int Terms, int N>
-void column(const uint16_t* a, int64_t apart, const uint16_t* b, int64_t steps) {
+void column(const uint16_t* a, int64_t apart, const uint16_t* b, int64_t steps, float* sums) {
+  _tile_zero(0);
+  if constexpr (N > 1) _tile_zero(1);
+  if constexpr (N > 2) _tile_zero(2);
+  if constexpr (N > 3) _tile_zero(3);
   for (int64_t s = 0; s < steps; ++s, a += Terms * kTileWords, b += kBlockWords) {
     _tile_loadd(6, b, kRowNbytes);
     _tile_loadd(7, b + kTileWords, kRowNbytes);
@@ -102,16 +100,13 @@ void column(const uint16_t* a, int64_t apart, const uint16_t* b, int64_t steps) 
     if constexpr (Terms == 2) { HEADRACE_ROWS(1, 6) }
     HEADRACE_ROWS(0, 7)
   }
+  _tile_stored(0, sums, kRowNbytes);
+  if constexpr (N > 1) _tile_stored(1, sums + 256, kRowNbytes);
+  if constexpr (N > 2) _tile_stored(2, sums + 512, kRowNbytes);
+  if constexpr (N > 3) _tile_stored(3, sums + 768, kRowNbytes);
 }
 #undef HEADRACE_ROWS
 #undef HEADRACE_ROW
-
-template <int Terms, int N>
-void whole_column(const uint16_t* a, int64_t apart, const uint16_t* b, int64_t steps, float* sums) {
-  clear<N>();
-  column<Terms, N>(a, apart, b, steps);
-  store<N>(sums);
-}
 
 template <int Terms>
 void columns(const TileProduct& p, int64_t t, int64_t apart) {
@@ -120,10 +115,10 @@ void columns(const TileProduct& p, int64_t t, int64_t apart) {
     const uint16_t* a = p.weights + r / kTile * apart;
     const int64_t n = tiles_of(p.rows - r);
     switch (n) {
-      case 1: whole_column<Terms, 1>(a, apart, p.blocks[t / kTile], p.steps, sums); break;
-      case 2: whole_column<Terms, 2>(a, apart, p.blocks[t / kTile], p.steps, sums); break;
-      case 3: whole_column<Terms, 3>(a, apart, p.blocks[t / kTile], p.steps, sums); break;
-      default: whole_column<Terms, 4>(a, apart, p.blocks[t / kTile], p.steps, sums);
+      case 1: column<Terms, 1>(a, apart, p.blocks[t / kTile], p.steps, sums); break;
+      case 2: column<Terms, 2>(a, apart, p.blocks[t / kTile], p.steps, sums); break;
+      case 3: column<Terms, 3>(a, apart, p.blocks[t / kTile], p.steps, sums); break;
+      default: column<Terms, 4>(a, apart, p.blocks[t / kTile], p.steps, sums);
     }
     for (int64_t i = 0; i < 4 && i < n; ++i)
       store_sums(sums + 256 * i, p.rows - r - kTile * i, p.tokens - t, p.out + t, r + kTile * i);
@@ -143,9 +138,7 @@ void multiply_terms(const TileProduct& p) {
     for (int64_t r = 0; r < p.rows; r += 2 * kTile) {
       const uint16_t* a = p.weights + r / kTile * apart;
       const bool both = p.rows - r > kTile;
-      clear<4>();
-      square<Terms>(a, both ? a + apart : a, b0, b1, p.steps);
-      store<4>(sums);
+      square<Terms>(a, both ? a + apart : a, b0, b1, p.steps, sums);
       for (int64_t i = 0; i < 4; ++i) {
         const int64_t row = r + i % 2 * kTile, token = t + i / 2 * kTile;
         if (row < p.rows) store_sums(sums + 256 * i, p.rows - row, p.tokens - token, p.out + token, row);
@@ -160,66 +153,10 @@ void multiply(const TileProduct& p) {
   else multiply_terms<2>(p);
 }
 
-constexpr int64_t kPartSums = 4 * kTile * kTile;
-
-template <int Terms, int N>
-void strip_column(const TileStrip& s, uint16_t* words, float* sums) {
-  const int64_t steps = tile_steps(s.m.cols);
-  clear<N>();
-  for (int64_t k = 0; k < steps; k += kPartSteps) {
-    expand_strip(s, s.row0, s.rows, k, words);
-    column<Terms, N>(words, kPartSteps * Terms * kTileWords, s.blocks[0] + k * kBlockWords, steps - k < kPartSteps ? steps - k : kPartSteps);
-  }
-  store<N>(sums);
-  for (int64_t i = 0; i < N; ++i) store_sums(sums + 256 * i, s.rows - kTile * i, s.tokens, s.out, kTile * i);
-}
-
-template <int Terms>
-void strip_square(const TileStrip& s, uint16_t* words, float* sums) {
-  const int64_t steps = tile_steps(s.m.cols);
-  for (int64_t r = 0; r < s.rows; r += 2 * kTile) {
-    const int64_t rows = s.rows - r < 2 * kTile ? s.rows - r : 2 * kTile;
-    const uint16_t* second = rows > kTile ? words + kPartSteps * Terms * kTileWords : words;
-    clear<4>();
-    for (int64_t k = 0; k < steps; k += kPartSteps) {
-      expand_strip(s, s.row0 + r, rows, k, words);
-      square<Terms>(words, second, s.blocks[0] + k * kBlockWords, s.blocks[1] + k * kBlockWords,
-                    steps - k < kPartSteps ? steps - k : kPartSteps);
-    }
-    store<4>(sums);
-    for (int64_t i = 0; i < 4; ++i) {
-      const int64_t row = r + i % 2 * kTile, token = i / 2 * kTile;
-      if (row < s.rows) store_sums(sums + 256 * i, s.rows - row, s.tokens - token, s.out + token, row);
-    }
-  }
-}
-
-template <int Terms>
-void strip_terms(const TileStrip& s) {
-  alignas(64) uint16_t words[kStripTileRows / kTile * kPartSteps * Terms * kTileWords];
-  alignas(64) float sums[kPartSums];
-  if (s.tokens > kTile) {
-    strip_square<Terms>(s, words, sums);
-    return;
-  }
-  switch (tiles_of(s.rows)) {
-    case 1: strip_column<Terms, 1>(s, words, sums); break;
-    case 2: strip_column<Terms, 2>(s, words, sums); break;
-    case 3: strip_column<Terms, 3>(s, words, sums); break;
-    default: strip_column<Terms, 4>(s, words, sums);
-  }
-}
-
-void strip(const TileStrip& s) {
-  const InUse tiles;
-  if (weight_terms(s.m.format) == 1) strip_terms<1>(s);
-  else strip_terms<2>(s);
-}
-
 }  // namespace
 
 const TileKernels& amx_tile_kernels() {
-  static constexpr TileKernels kernels{"avx512_amx", pack_tiles, expand_tiles, multiply, strip};
+  static constexpr TileKernels kernels{"avx512_amx", pack_tiles, expand_tiles, multiply};
   return kernels;
 }
 

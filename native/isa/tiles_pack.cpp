@@ -3,7 +3,6 @@
 #define HEADRACE_UNROLL
 #include "vec_avx512.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -105,55 +104,37 @@ template <Format F> struct Write {
     for (int j = 0; j < kChunk; ++j) group(r, g, j, scales, to);
   }
 
-  // Steps [from, to) of one row, `from` a multiple of eight; the tiles of step 0 would begin at `words`.
-  static void row(const Row& r, int64_t cols, int64_t from, int64_t to, uint16_t* words, int64_t far_nbytes, bool ahead) {
-    const int64_t groups = std::min(cols / kGroup, to), rest = cols % kGroup;
+  // One row into its tiles, which begin at `to`.
+  static void row(const Row& r, int64_t cols, int64_t far_nbytes, uint16_t* to) {
+    const int64_t groups = cols / kGroup, rest = cols % kGroup;
     alignas(64) float scales[kScaleFloats];
-    int64_t g = from;
+    int64_t g = 0;
     for (; g + kChunk <= groups; g += kChunk) {
-      if (ahead) prefetch_chunk<F>(r, g);
+      prefetch_chunk<F>(r, g);
       if (far_nbytes != 0) prefetch_far_chunk<F>(r.data + far_nbytes, g);
       Expand<F>::prepare(r, g, kChunk, scales);
       in_memory(&scales);
-      chunk(r, g, scales, words);
+      chunk(r, g, scales, to);
     }
     if (g < groups) {
       Expand<F>::prepare(r, g, groups - g, scales);
-      for (int j = 0; j < groups - g; ++j) group(r, g, j, scales, words);
+      for (int j = 0; j < groups - g; ++j) group(r, g, j, scales, to);
     }
-    if (rest != 0 && to > cols / kGroup) {
+    if (rest != 0) {
       V a, b;
-      expand_tail<F>(r, cols / kGroup, rest, a, b);
-      step(a, b, words + cols / kGroup * kTerms * kTileWords);
+      expand_tail<F>(r, groups, rest, a, b);
+      step(a, b, to + groups * kTerms * kTileWords);
     }
   }
 
   static void call(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) {
-    const int64_t steps = tile_steps(m.cols), tile = steps * kTerms * kTileWords;
+    const int64_t tile = tile_steps(m.cols) * kTerms * kTileWords;
     for (int64_t i = 0; i < count; ++i)
-      row(row_of(m, row0 + i), m.cols, 0, steps, to + i / kTile * tile + i % kTile * kStep, m.far_nbytes, true);
-  }
-};
-
-template <Format F> struct WritePart {
-  static void call(const Matrix& m, int64_t row0, int64_t count, int64_t from, uint16_t* to) {
-    constexpr int64_t kWords = Write<F>::kTerms * kTileWords, kTilePart = kPartSteps * kWords;
-    const int64_t end = std::min(from + kPartSteps, tile_steps(m.cols));
-    for (int64_t i = 0; i < count; ++i)
-      Write<F>::row(row_of(m, row0 + i), m.cols, from, end, to + i / kTile * kTilePart + i % kTile * kStep - from * kWords, 0, false);
+      row(row_of(m, row0 + i), m.cols, m.far_nbytes, to + i / kTile * tile + i % kTile * kStep);
   }
 };
 
 void expand(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) { by_format<Write>(m.format, m, row0, count, to); }
-
-void expand_part(const Matrix& m, int64_t row0, int64_t count, int64_t from, uint16_t* to) {
-  by_format<WritePart>(m.format, m, row0, count, from, to);
-}
-
-// Asks for part `part` of `parts` of what follows the rows at hand, in the order of memory.
-void ask_for(const uint8_t* next, int64_t nbytes, int64_t part, int64_t parts) {
-  for (int64_t at = nbytes * part / parts / 64 * 64; at < nbytes * (part + 1) / parts; at += 64) prefetch_far(next + at);
-}
 
 // Sixteen activations from k on, zeros past the row's end.
 inline V some(const float* x, int64_t k, int64_t cols) {
@@ -191,16 +172,4 @@ void pack_tiles(const float* const* x, int64_t tokens, int64_t cols, int64_t ste
   tiles_pack::pack(x, tokens, cols, step0, steps, to);
 }
 void expand_tiles(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) { tiles_pack::expand(m, row0, count, to); }
-
-void expand_strip(const TileStrip& s, int64_t row0, int64_t rows, int64_t from, uint16_t* to) {
-  tiles_pack::expand_part(s.m, row0, rows, from, to);
-  const int64_t part = from / kPartSteps, parts = (tile_steps(s.m.cols) + kPartSteps - 1) / kPartSteps;
-  if (s.next != nullptr) {
-    // The rows of a strip come in one or two turns; the bytes after them are asked for in as many.
-    const uint8_t* next = s.next + (row0 - s.row0) * s.m.row_nbytes;
-    tiles_pack::ask_for(next, rows * s.m.row_nbytes, part, parts);
-  }
-  if (s.m.scale_row_nbytes != 0)
-    tiles_pack::ask_for(s.m.scales + (row0 + s.rows) * s.m.scale_row_nbytes, rows * s.m.scale_row_nbytes, part, parts);
-}
 }  // namespace headrace
