@@ -17,7 +17,7 @@ struct TiledItem {
 // steps, whose bits do not depend on the batch.
 struct TileUse {
   int64_t tokens = 17;
-  int64_t pairs = 12;
+  int64_t pairs = kTiledPairs;
 };
 
 constexpr int64_t kTiledRows = 64;  // rows of a product, at most

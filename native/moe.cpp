@@ -63,12 +63,14 @@ struct Half {
   }
 
   int64_t scratch(const Matrix& m, int64_t rows) const {
-    return tiles != nullptr ? tiled_floats(rows, m) : tile_scratch(rows, m.cols);
+    return std::max(tiles != nullptr ? tiled_floats(rows, m) : 0, tile_scratch(rows, m.cols));
   }
+
+  bool tiled(int64_t tokens) const { return tiles != nullptr && tokens >= kTiledPairs; }
 
   // What products with these rows read, once for all tokens of an expert.
   void expand(const Matrix& m, int64_t row0, int64_t rows, int64_t tokens, float* expanded) const {
-    if (tiles != nullptr) tiles->expand(m, row0, rows, reinterpret_cast<uint16_t*>(expanded));
+    if (tiled(tokens)) tiles->expand(m, row0, rows, reinterpret_cast<uint16_t*>(expanded));
     else if (shares_copy(k, m, tokens)) k.expand_rows(m, row0, rows, expanded, padded(m.cols));
   }
 
@@ -76,7 +78,7 @@ struct Half {
   void product(const Matrix& m, int64_t row0, int64_t rows, int64_t i, int64_t first, int64_t c, int64_t count,
                int64_t tokens, float* const* to, float* expanded) const {
     const float* const* from = &x[static_cast<size_t>(first + c)];
-    if (tiles != nullptr)
+    if (tiled(tokens))
       tiles->multiply({reinterpret_cast<const uint16_t*>(expanded), weight_terms(m.format), rows, tile_steps(m.cols),
                        packed->blocks(i) + c / kTile, count, to});
     else if (shares_copy(k, m, tokens)) k.gemm(expanded, padded(m.cols), rows, from, count, m.cols, to);
