@@ -56,6 +56,7 @@ SPECS = [
     spec(
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64}, k="*fp32", v="*fp32"
     ),
+    spec("rows", "rope_pair_kernel", {"INTERLEAVED": False, "DIM": 64}, k="*fp32"),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(
         "router",

@@ -55,6 +55,7 @@ class Op:
     """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle.
 
     times_parts: a block whose function takes ``seconds``, doubles that grow by the times of its parts.
+    takes_sealed: an ``attention_block`` that serves caches whose pages are sealed, too
     """
 
     name: str
@@ -62,6 +63,7 @@ class Op:
     function: Callable[..., Any]
     tolerance: float
     times_parts: bool = False
+    takes_sealed: bool = False
 
 
 # Told of each call: the operation's name, its positional arguments, seconds, and, for a block that

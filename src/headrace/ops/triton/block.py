@@ -1,8 +1,8 @@
 """Halves of a decoder layer as one operation: fewer launches, and activations rounded where they are made.
 
 A decoding step of 16-bit weights takes the fused way: what is multiplied next is written in the weights'
-type at once, and queries turn in the kernel that fills the cache. Everything else goes operation by
-operation.
+type at once, and queries turn in the kernel that fills the cache (or, where its pages are sealed, in that
+of the keys). Everything else goes operation by operation.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import torch
 
 from headrace.formats.base import PackedTensor
-from headrace.ops.records import AttentionBatch, AttentionBlock, DenseBlock, LayerKV
+from headrace.ops.records import AttentionBatch, AttentionBlock, DenseBlock, LayerCache, SealedKV
 from headrace.ops.triton import products, rows
 from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
 from headrace.ops.triton.few_rows import MAX_ROWS, gated_few, linear_few
+from headrace.ops.triton.sealed_append import sealed_append
+from headrace.ops.triton.sealed_decode import sealed_attention_decode
+from headrace.ops.triton.sealed_prefill import sealed_attention_prefill
 
 _HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def attention_block(
-    x: torch.Tensor, block: AttentionBlock, cache: LayerKV, batch: AttentionBatch
+    x: torch.Tensor, block: AttentionBlock, cache: LayerCache, batch: AttentionBatch
 ) -> torch.Tensor:
     """x + o(attention(norm(x))), keys and values appended first: float32 [T, D] -> same."""
     heads, kv_heads, dim = block.heads
@@ -33,14 +36,22 @@ def attention_block(
     if block.k_norm is not None:
         k = rows.rmsnorm(k.view(-1, block.k_norm.numel()), block.k_norm, block.eps)
     q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-    rows.rope_append(q, k, v, block.table, batch, cache)
+    shape = (block.scale, block.window, block.sinks)
+    if isinstance(cache, SealedKV):
+        rows.rope_pair(q, k, block.table, batch.positions)
+        sealed_append(k, v, cache, batch)
+        attend = sealed_attention_decode if batch.decode else sealed_attention_prefill
+        mixed = attend(q, cache, batch, *shape)
+    else:
+        rows.rope_append(q, k, v, block.table, batch, cache)
+        if not batch.decode:
+            mixed = attention_prefill(q, cache, batch, *shape)
+        else:
+            mixed = attention_decode(q, cache, batch, *shape, dtype or torch.float32)
+    flat = mixed.view(x.shape[0], -1)
     if dtype is not None:
-        mixed = attention_decode(q, cache, batch, block.scale, block.window, block.sinks, dtype)
-        flat = mixed.view(x.shape[0], -1)
         return linear_few(flat, block.weights[3:], block.biases[3:], x)[0]
-    attend = attention_decode if batch.decode else attention_prefill
-    mixed = attend(q, cache, batch, block.scale, block.window, block.sinks)
-    return products.linear(mixed.view(x.shape[0], -1), block.weights[3], block.biases[3], x)
+    return products.linear(flat, block.weights[3], block.biases[3], x)
 
 
 def dense_block(x: torch.Tensor, block: DenseBlock) -> torch.Tensor:
