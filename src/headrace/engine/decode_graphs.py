@@ -24,6 +24,7 @@ from headrace.machine.device import Device, Graph
 from headrace.ops.records import AttentionBatch, LayerCache, SealedKV
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
+Work = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class ForwardLogits(Protocol):
@@ -97,21 +98,35 @@ class DecodeGraphs:
     def capture(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Capture every size, the largest first, so that the others fit into its memory."""
         for done, size in enumerate(reversed(self._sizes)):
-            self._inputs.fill((), size)
-            tokens, batch = self._inputs.batch(size)
-
-            def work(
-                tokens: torch.Tensor = tokens, batch: AttentionBatch = batch
-            ) -> tuple[torch.Tensor, ...]:
-                logits = self._decoder.logits(self._decoder.forward(tokens, batch, self._kv))
-                return logits, best_of(logits)
-
-            graph = self._device.graph()
-            logits, best = graph.capture(work)
-            self._graphs[size] = (graph, StepResult(logits, best))
+            self._graphs[size] = self.record(size)
             if progress is not None:
                 progress("graphs", (done + 1) / len(self._sizes))
         self._device.synchronize()
+
+    @torch.inference_mode()
+    def record(
+        self, size: int, around: Callable[[Work], Work] | None = None
+    ) -> tuple[Graph, StepResult]:
+        """Capture a step of ``size`` rows, with something around it if asked for."""
+        self._inputs.fill((), size)
+        tokens, batch = self._inputs.batch(size)
+
+        def work() -> tuple[torch.Tensor, ...]:
+            logits = self._decoder.logits(self._decoder.forward(tokens, batch, self._kv))
+            return logits, best_of(logits)
+
+        graph = self._device.graph()
+        logits, best = graph.capture(work if around is None else around(work))
+        return graph, StepResult(logits, best)
+
+    def size_of(self, rows: int) -> int:
+        """Rows of the graph that serves a step of ``rows`` rows."""
+        return next(s for s in self._sizes if s >= rows)
+
+    def swap(self, size: int, recorded: tuple[Graph, StepResult]) -> tuple[Graph, StepResult]:
+        """Serve steps of ``size`` rows by another recording from now on; the one before is returned."""
+        before, self._graphs[size] = self._graphs[size], recorded
+        return before
 
     @torch.inference_mode()
     def run(
@@ -121,7 +136,7 @@ class DecodeGraphs:
 
         open_pages: hands out the open pages of a cache whose pages are sealed.
         """
-        size = next(s for s in self._sizes if s >= len(chunks))
+        size = self.size_of(len(chunks))
         opened = () if open_pages is None else open_chunks(chunks, open_pages)
         self._inputs.fill(chunks, size, opened)
         graph, result = self._graphs[size]
