@@ -62,6 +62,7 @@ SPECS = [
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True},
         k="*fp32", v="*fp32", next_weight="*bf16", next_nbytes="i32",
     ),
+    spec("rows", "rope_pair_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True}, k="*fp32"),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(
         "router",

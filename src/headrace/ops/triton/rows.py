@@ -164,6 +164,62 @@ def ask_ahead(weight, nbytes, part, PDL: tl.constexpr):
 
 
 @triton.jit
+def _turn(cos, sin, position, at, half, INTERLEAVED: tl.constexpr):
+    """Of the dimensions ``at``: which one each turns with, and its cosine and signed sine."""
+    turning = at < 2 * half
+    if INTERLEAVED:
+        pair, first = at // 2, at % 2 == 0
+        partner = tl.where(first, at + 1, at - 1)
+    else:
+        pair, first = at % half, at < half
+        partner = tl.where(first, at + half, at - half)
+    angle = position * half + pair
+    c = tl.load(cos + angle, mask=turning, other=1.0)
+    s = tl.load(sin + angle, mask=turning, other=0.0)
+    return tl.where(turning, partner, at), c, tl.where(first, -s, s)
+
+
+@triton.jit
+def _turn_in_place(base, at, partner, c, s, dim):
+    inside = at < dim
+    mine = tl.load(base + at, mask=inside)
+    other = tl.load(base + partner, mask=inside)
+    tl.debug_barrier()  # all are read before one is written
+    tl.store(base + at, mine * c + other * s, mask=inside)
+
+
+@triton.jit
+def rope_pair_kernel(
+    q, k, cos, sin, positions, heads, kv_heads, dim, half,
+    INTERLEAVED: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one row of q or of k."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, DIM)
+    partner, c, s = _turn(cos, sin, tl.load(positions + row), at, half, INTERLEAVED)
+    wait_and_release(PDL)
+    if head < heads:
+        _turn_in_place(q + (row * heads + head) * dim, at, partner, c, s, dim)
+    else:
+        _turn_in_place(k + (row * kv_heads + head - heads) * dim, at, partner, c, s, dim)
+
+
+def rope_pair(q: torch.Tensor, k: torch.Tensor, table: RopeTable, positions: torch.Tensor) -> None:
+    """``rope`` of q and k in place, in one kernel.
+
+    q: float32 [T, H, hd], k: float32 [T, Hkv, hd], contiguous; positions: int64 [T].
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    overlap = can_overlap(q.device)
+    rope_pair_kernel[(rows, heads + kv_heads)](
+        q, k, table.cos, table.sin, positions, heads, kv_heads, dim, table.cos.shape[1],
+        INTERLEAVED=table.interleaved, DIM=triton.next_power_of_2(dim), PDL=overlap, num_warps=1,
+        launch_pdl=overlap,
+    )  # fmt: skip
+
+
+@triton.jit
 def rope_append_kernel(
     q, k, v, cos, sin, positions, keys, values, slots, next_weight, next_nbytes, heads, kv_heads, dim,
     half, block_tokens, stride_block, stride_head,
@@ -179,26 +235,12 @@ def rope_append_kernel(
         ask_ahead(next_weight, next_nbytes, spare, PDL)
         return
     at = tl.arange(0, DIM)
-    turning, inside = at < 2 * half, at < dim
-    if INTERLEAVED:
-        pair, first = at // 2, at % 2 == 0
-        partner = tl.where(first, at + 1, at - 1)
-    else:
-        pair, first = at % half, at < half
-        partner = tl.where(first, at + half, at - half)
-    partner = tl.where(turning, partner, at)
-    angle = tl.load(positions + row) * half + pair
-    c = tl.load(cos + angle, mask=turning, other=1.0)
-    s = tl.load(sin + angle, mask=turning, other=0.0)
-    s = tl.where(first, -s, s)
+    partner, c, s = _turn(cos, sin, tl.load(positions + row), at, half, INTERLEAVED)
     wait_and_release(PDL)
     if head < heads:
-        base = q + (row * heads + head) * dim
-        mine = tl.load(base + at, mask=inside)
-        other = tl.load(base + partner, mask=inside)
-        tl.debug_barrier()  # all are read before one is written
-        tl.store(base + at, mine * c + other * s, mask=inside)
+        _turn_in_place(q + (row * heads + head) * dim, at, partner, c, s, dim)
     else:
+        inside = at < dim
         source = (row * kv_heads + head - heads) * dim
         slot = tl.load(slots + row)
         target = (slot // block_tokens) * stride_block + (head - heads) * stride_head
