@@ -163,7 +163,10 @@ def main() -> None:
     parser.add_argument("--check", help="formats, with commas: check them and stop")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument(
-        "--tuning", action="append", help="programs,warps,rows,columns,terms", default=[]
+        "--tuning",
+        action="append",
+        help="programs,warps,rows,columns,terms and those of gate/up",
+        default=[],
     )
     args = parser.parse_args()
     if args.check:

@@ -28,7 +28,7 @@ FLOATS = 1e-5
 TERMS = 1e-4
 # Matrices to bfloat16 once, activations twice.
 BFLOAT16 = 2e-2
-TERM_FORMATS = frozenset({"q4_k", "q6_k", "q8_0"})
+TERM_FORMATS = frozenset({"q4_k", "q5_k", "q6_k", "q8_0", "q4_0"})
 ALONE = [name for name in FORMATS if name not in ("bf16", "mxfp4", "mxfp4_gguf")]
 # gate/up and down, as llama.cpp's presets mix them, and where rows are no superblocks.
 MIXED = [
@@ -63,7 +63,11 @@ def paths_of(store: HostStore, act: Activation) -> GpuPaths:
         num_slices=store.layout.num_slices,
     )  # fmt: skip
     device = HostDevice() if DEVICE.type == "cpu" else CudaDevice()
-    tuning = Tuning(blocks=BlockTuning(programs=1, rows=64) if DEVICE.type == "cpu" else None)
+    tuning = Tuning(
+        blocks=BlockTuning(programs=1, rows=64, gate_up_programs=1)
+        if DEVICE.type == "cpu"
+        else None
+    )
     paths = GpuPaths(device, store, shape, act, fields, None, TOP_K, tuning)
     paths.fill(range(slots))
     return paths
