@@ -182,11 +182,12 @@ def main() -> None:
         BlockTuning(*map(int, t.split(",")[:4]), terms=t.endswith(",1")) for t in args.tuning
     ] or [None]
     for tuning in tunings:
-        for fmt in args.formats.split(","):
+        for pair in args.formats.split(","):
+            fmt, _, down = pair.partition("/")
             try:
-                row = speed(fmt, tuning) | {"tuning": str(tuning)}
+                row = speed(fmt, tuning, down or None) | {"tuning": str(tuning)}
             except Exception as error:
-                row = {"format": fmt, "error": str(error)[:500]}
+                row = {"format": pair, "error": str(error)[:500]}
             print(row, flush=True)
             figures["formats"].append(row)
     geo.report("expert blocks", figures, args.out)

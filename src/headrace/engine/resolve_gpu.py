@@ -37,8 +37,9 @@ from headrace.engine.vram_plan import (
     gpu_workspace_nbytes,
     graphs_nbytes,
 )
+from headrace.experts.model_layout import ExpertKind, model_layouts, widest
 from headrace.experts.placement import Placement, most_fetched
-from headrace.experts.slab import SlabLayout, slab_layout
+from headrace.experts.slab import SlabLayout
 from headrace.machine.probe import GpuInfo, Machine
 from headrace.machine.threads import choose_threads
 
@@ -253,7 +254,8 @@ def _place_experts(
         known = ", ".join(sorted(support.expert_formats)) or "none"
         problem = (
             f"experts of {everything / 1e6:,.0f} MB do not fit the GPU ({plan.describe()}), and the "
-            f"expert cache cannot hold them: their format is {found}, it serves {known}"
+            f"expert cache cannot hold them: their format is {found} (gate and up of a layer must be "
+            f"alike), it serves {known}"
         )
         raise DoesNotFitError(
             problem, hint="give a larger --vram-budget, a smaller model, or --device cpu"
@@ -283,15 +285,19 @@ def _fastest(
 
 
 def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLayout | None:
-    """How the experts lie in slots; None if the expert cache does not serve their format."""
-    moe = spec.moe
-    if moe is None or len(sizes.expert_formats) != 1:
+    """How the experts lie in slots, the layer with the longest slices; None if the expert cache does not
+    serve their formats."""
+    moe, formats = spec.moe, sizes.expert_formats
+    if moe is None or not formats or not formats <= support.expert_formats:
         return None
-    (fmt,) = sizes.expert_formats
-    if fmt not in support.expert_formats:
+    kinds = [ExpertKind(*kind) for kind in sizes.expert_kinds]
+    if not kinds and len(formats) == 1:
+        (fmt,) = formats
+        kinds = [ExpertKind(fmt, fmt)]
+    if not kinds:
         return None
     try:
-        return slab_layout(fmt, spec.hidden, moe.intermediate, has_bias=moe.expert_bias)
+        return widest(model_layouts(kinds, spec.hidden, moe.intermediate, has_bias=moe.expert_bias))
     except ConfigError:  # its dimensions are not whole blocks
         return None
 
