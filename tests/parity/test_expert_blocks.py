@@ -145,3 +145,25 @@ def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -
             whole = sum(product(layer, piece, x.to(DEVICE)).cpu().numpy() for piece in slab)
             assert error(whole, want[expert]) < BFLOAT16
     store.close()
+
+
+def test_fetches_take_slices_as_long_as_their_layers_into_slots_of_the_longest() -> None:
+    from headrace.ops.triton.expert_plan import COUNT_FETCHES
+
+    kinds = (("q4_k", "q6_k"), ("q4_k", "q4_k"))
+    layers = [experts_of(g, d, 256, 512, seed=i) for i, (g, d) in enumerate(kinds)]
+    store = store_of(layers)
+    paths = paths_of(store, SILU)
+    s, slices = paths.state, store.layout.num_slices
+    for layer in (1, 0):
+        paths.arena.zero_()
+        s.counts[COUNT_FETCHES.value] = 1
+        fetches = torch.tensor([[3, slices + 1, 0, 0]], dtype=torch.int32, device=DEVICE)
+        paths.launcher.gather(layer, fetches)
+        want = store.slab(layer, 1)[1].to(DEVICE)
+        assert torch.equal(paths.slot(3)[: len(want)], want)
+        assert not paths.slot(3)[len(want) :].any()
+        assert not paths.slot(2).any()
+        assert not paths.slot(4).any()
+    assert store.layouts[0].slice_nbytes > store.layouts[1].slice_nbytes
+    store.close()

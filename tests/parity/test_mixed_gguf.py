@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,7 @@ from headrace.models.loader import load_model
 from headrace.ops.records import Activation
 from headrace.ops.registry import cpu_experts, resolve
 from tests.fixtures.cpu_cases import needs_native
+from tests.fixtures.llama_cpp_greedy import greedy
 from tests.fixtures.mixed_gguf import FALL_BACK, INNER, Q4_K_M, MixedModel, write_mixed
 from tests.fixtures.paging import Pages
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
@@ -157,21 +156,7 @@ def test_slices_are_cut_alike_and_as_long_as_their_formats(tmp_path: Path) -> No
     assert pages[0] > pages[1]
 
 
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp is not installed")
 def test_llama_cpp_gives_the_same_tokens(case: Case) -> None:
     """Its activations have 8 bits in blocks of 32 or 256: the model's choices are clear enough."""
-    xllamacpp = pytest.importorskip("xllamacpp")
-    params = xllamacpp.CommonParams()
-    params.model.path = str(case.mixed.path)
-    params.n_ctx = 64
-    params.cpuparams.n_threads = 1
-    params.warmup = False
-    server = xllamacpp.Server(params)
-    body = {"prompt": case.prompt, "n_predict": COUNT, "temperature": 0.0, "return_tokens": True,
-            "ignore_eos": True}  # fmt: skip
-    request = urllib.request.Request(
-        server.listening_address + "/completion", data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=60) as response:
-        found: Sequence[int] = json.load(response)["tokens"]
-    assert list(found) == case.tokens
+    assert greedy(case.mixed.path, case.prompt, COUNT) == case.tokens

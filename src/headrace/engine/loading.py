@@ -186,7 +186,8 @@ def _expert_kinds(checkpoint: Checkpoint) -> tuple[tuple[str, str, bool], ...]:
         formats = [sides[layer].get(side, set[str]()) for side in ("gate_up", "down")]
         if any(len(one) != 1 for one in formats):
             return ()
-        found.append((*(one.pop() for one in formats), layer in blocked))
+        gate_up, down = (one.pop() for one in formats)
+        found.append((gate_up, down, layer in blocked))
     return tuple(found)
 
 

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_blocks import block_down, block_gate_up
+from headrace.ops.triton.expert_geometry import SliceGeometry
 from headrace.ops.triton.expert_state import PlanState
 from headrace.ops.triton.expert_terms import has_terms, term_words, terms_of_rows
-
-if TYPE_CHECKING:
-    from headrace.ops.triton.expert_launch import SliceGeometry
-
 
 TERM_BLOCK = 32  # activations that share a unit
 BLOCKS_AT_ONCE = 8  # of a program that cuts an activation into terms
@@ -26,22 +22,6 @@ BLOCKS_AT_ONCE = 8  # of a program that cuts an activation into terms
 
 # Formats whose scales are four a row and step: with fewer warps they are exchanged (``expert_terms``).
 _SCALES_FOR_ALL = ("q6_k", "q4_0")
-
-
-@dataclass(frozen=True)
-class MatrixPlace:
-    """What the general kernels must know of a matrix beside its parts' offsets.
-
-    code_stride, scale_stride: bytes between two rows of the codes, and of scales that are apart (else 0)
-    factors: bytes from the slice's start of float32 that multiply; factor_kind: 0 there are none, 1 one
-    a matrix, 2 one for each 128 x 128 weights
-    """
-
-    format: str
-    code_stride: int
-    scale_stride: int = 0
-    factors: int = 0
-    factor_kind: int = 0
 
 
 @dataclass(frozen=True)

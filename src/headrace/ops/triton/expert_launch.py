@@ -17,8 +17,9 @@ import torch
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.ops.records import Activation
-from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning, MatrixPlace
+from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning
 from headrace.ops.triton.expert_gather import expert_gather
+from headrace.ops.triton.expert_geometry import SliceGeometry
 from headrace.ops.triton.expert_matvec import (
     bf16_down,
     bf16_gate_up,
@@ -48,27 +49,6 @@ MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 512
 BF16_TILE = 16
 MMA_GATE_UP_WARPS = 4  # 64 rows: their 32 activations are one block
-
-
-@dataclass(frozen=True)
-class SliceGeometry:
-    """What the kernels must know of a layer's slabs: byte offsets of the parts in a slice.
-
-    format: of gate and up; slice_nbytes: of a slot; gate_up, down: (weights, scales, bias), 0 where there
-    is no such part; places: more of both matrices, for the kernels of any format; host_nbytes: of a
-    slice in host memory, 0: as long as a slot
-    """
-
-    format: str
-    hidden: int
-    width: int
-    num_slices: int
-    slice_nbytes: int
-    has_bias: bool
-    gate_up: tuple[int, int, int]
-    down: tuple[int, int, int]
-    places: tuple[MatrixPlace, ...] = ()
-    host_nbytes: int = 0
 
 
 @dataclass(frozen=True)

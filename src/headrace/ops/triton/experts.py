@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.ops.triton.expert_block_launch import BlockTuning, MatrixPlace
+from headrace.ops.triton.expert_block_launch import BlockTuning
+from headrace.ops.triton.expert_geometry import MatrixPlace, SliceGeometry
 from headrace.ops.triton.expert_launch import (
     FORMATS,
     ExpertLauncher,
     RequestOffsets,
-    SliceGeometry,
     Tuning,
 )
 from headrace.ops.triton.expert_slice import slice_product
