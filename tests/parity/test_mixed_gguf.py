@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,8 +67,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(made, prompt, made.logits(prompt), tokens)
 
 
-def load(mixed: MixedModel, place: str | None, disk: Path | None = None) -> Decoder:
+@contextmanager
+def loaded(
+    mixed: MixedModel, place: str | None, disk: Path | None = None
+) -> Generator[Decoder, None, None]:
     """The decoder with its experts in memory (None), or placed so, computed by the CPU's kernels."""
+    executors: list[HybridExecutor] = []
 
     def factory(spec, experts) -> HybridExecutor:
         layouts = layouts_of(experts)
@@ -81,14 +87,19 @@ def load(mixed: MixedModel, place: str | None, disk: Path | None = None) -> Deco
         def paths(device, store: HostStore, shape, act, fields, block, top_k, *, max_tokens):
             return HostPaths(store, shape, act, cpu_experts())
 
-        return make_executor(
-            HostDevice(), store, shape, Activation(), threads=1, rates=RATES, new_paths=paths
+        executors.append(
+            make_executor(
+                HostDevice(), store, shape, Activation(), threads=1, rates=RATES, new_paths=paths
+            )
         )
+        return executors[0]
 
-    return load_model(
+    yield load_model(
         open_checkpoint(str(mixed.path)), resolve(("cpu", "reference")), HostDevice(),
         max_positions=64, executor_factory=None if place is None else factory,
     )  # fmt: skip
+    for executor in executors:
+        executor.close()
 
 
 def run(decoder: Decoder, prompt: list[int], count: int) -> tuple[np.ndarray, list[int]]:
@@ -106,8 +117,9 @@ def run(decoder: Decoder, prompt: list[int], count: int) -> tuple[np.ndarray, li
     return first, found
 
 
-def check(case: Case, decoder: Decoder) -> None:
-    logits, found = run(decoder, case.prompt, COUNT)
+def check(case: Case, place: str | None, disk: Path | None = None) -> None:
+    with loaded(case.mixed, place, disk) as decoder:
+        logits, found = run(decoder, case.prompt, COUNT)
     # Matrices have 15 bits of each block's largest activation, through two layers and the norms.
     assert np.abs(logits - case.logits).max() / np.abs(case.logits).max() < 2e-3
     assert found == case.tokens
@@ -120,18 +132,18 @@ def test_the_experts_of_every_layer_are_known_before_loading(case: Case) -> None
 
 
 def test_in_memory(case: Case) -> None:
-    check(case, load(case.mixed, None))
+    check(case, None)
 
 
 @needs_native
 @pytest.mark.parametrize("place", PLACES)
 def test_b028_every_placement_of_mixed_block_types(case: Case, place: str) -> None:
-    check(case, load(case.mixed, place))
+    check(case, place)
 
 
 @needs_native
 def test_b028_mixed_block_types_from_disk(case: Case, tmp_path: Path) -> None:
-    check(case, load(case.mixed, "mixed", tmp_path))
+    check(case, "mixed", tmp_path)
 
 
 def test_slices_are_cut_alike_and_as_long_as_their_formats(tmp_path: Path) -> None:
