@@ -86,7 +86,7 @@ def resolve_on_gpu(
         machine.cpu, config.threads, reserve=1, measured=machine.measured_threads
     )
     chosen("threads", threads.threads, threads.reason)
-    dense = _dense_format(config, sizes, chosen)
+    dense = _dense_format(config, spec, sizes, chosen)
     default = ("bf16", "what tensor cores multiply")
     if dense == "f32":
         default = ("f32", "as the matrices")
@@ -354,8 +354,8 @@ def _record_slots(
         chosen("expert_slots", asked, f"as configured: {what}, those for transit included")
 
 
-def _dense_format(config: EngineConfig, sizes: ModelSizes, chosen: Chosen) -> str:
-    """The type of matrices outside of experts."""
+def _dense_format(config: EngineConfig, spec: ModelSpec, sizes: ModelSizes, chosen: Chosen) -> str:
+    """The type of matrices outside of experts, which they are converted to at load."""
     given = one_of("--dense-format", config.dense_format, DENSE_FORMATS)
     stored = sizes.dense_formats
     if given is not None:
@@ -366,8 +366,9 @@ def _dense_format(config: EngineConfig, sizes: ModelSizes, chosen: Chosen) -> st
         chosen("dense_format", only, "as stored")
         return only
     # float16 has finer steps, but a feed-forward's inner values can exceed its 65,504.
-    listed = ", ".join(sorted(stored))
-    chosen("dense_format", "bf16", f"stored as {listed}: has float32's range on tensor cores")
+    mb = [n / 1e6 for n in (sizes.total_nbytes - sizes.expert_nbytes, dense_nbytes(spec, "bf16"))]
+    reason = f"has float32's range on tensor cores; {mb[0]:,.0f} MB become {mb[1]:,.0f} MB at load"
+    chosen("dense_format", "bf16", f"stored as {', '.join(sorted(stored))}: {reason}")
     return "bf16"
 
 
