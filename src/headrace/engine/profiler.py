@@ -42,7 +42,11 @@ OP_CLASSES = {
     "moe": leaf.EXPERTS_GPU,
 }
 # A block's plain product is its last part.
-BLOCK_PRODUCTS = {"attention_block": leaf.O_PROJECTION, "dense_block": leaf.DENSE_FFN}
+BLOCK_PRODUCTS = {
+    "attention_block": leaf.O_PROJECTION,
+    "dense_block": leaf.DENSE_FFN,
+    "route": leaf.ROUTER,
+}
 # The engine's own ranges that are classes, too.
 RANGE_CLASSES = {
     "sampler": leaf.SAMPLING,

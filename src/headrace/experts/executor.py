@@ -1,6 +1,7 @@
 """Computes mixtures whose experts lie in host memory, with a cache of slots on the GPU.
 
-A decoding step of up to ``max_tokens`` tokens goes, layer by layer: give x to all paths; plan; on a
+A decoding step of up to ``max_tokens`` tokens goes, layer by layer: on a side stream, beside attention,
+guess the routing and prefetch; give x to all paths; plan; on a
 side stream fetch what the plan wants fetched, while the hits are computed; compute the fetched; wait
 for the CPU, which began with the plan; sum. All of it is recorded in the step's graph. Longer inputs
 go through ``prefill``, a callable with the same arguments.
@@ -26,7 +27,7 @@ from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
-from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceStats
+from headrace.ops.expert_records import ExpertFault, ExpertService, RouterView, ServiceStats
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ class ExecutorShape:
     """Sizes of an executor.
 
     max_tokens: of a decoding step; top_k: experts of a token; num_slots: slices that the cache holds
+    max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16
     """
 
     placement: Placement
     max_tokens: int
     top_k: int
     num_slots: int
+    max_prefetch: int = 0
 
     def plan_shape(self, store: HostStore) -> PlanShape:
         """The plan's sizes.
@@ -60,13 +63,15 @@ class ExecutorShape:
                 hint="use --experts hybrid, or give a larger --vram-budget",
             )
         most = self.max_missing(store)
+        fetch = most_fetched(self.placement, most)
         return PlanShape(
             num_layers=store.num_layers,
             num_experts=store.num_experts,
             num_slices=slices,
             num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
-            max_fetch=most_fetched(self.placement, most),
+            max_fetch=fetch,
             window=value_constants(store.num_layers, slices).window,
+            max_prefetch=self.max_prefetch if fetch else 0,
         )
 
     def max_missing(self, store: HostStore) -> int:
@@ -120,6 +125,8 @@ class HybridExecutor:
         self.service: ExpertService | None = None
         self._side = device.stream()
         self._fork, self._join = device.event(), device.event()
+        self._ahead = device.event()
+        self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._fetches = self.plan_shape.max_fetch > 0
         self._failed = False
         self.num_restarts = 0
@@ -154,9 +161,23 @@ class HybridExecutor:
             paths.hits(x)
         if self._fetches:
             self._join.wait()
+            self._guessed = None
             paths.fetched(x)
         paths.await_cpu()
         return paths.combine(tokens)
+
+    def foresee(
+        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
+    ) -> None:
+        """See ``layers.moe.Foresight``. What is guessed travels beside the layer's attention."""
+        ready = self.plan_shape.max_prefetch and self.can_fetch[layer]
+        if not ready or x.shape[0] > self.shape.max_tokens or not self.paths.can_foresee(router):
+            return
+        self._guessed = x.contiguous()
+        self._ahead.record()
+        self._side.wait_event(self._ahead)
+        with self.device.use(self._side):
+            self.paths.foresee(layer, self._guessed, router, valid)
 
     def set_rates(self, rates: PathRates | None) -> None:
         """Split misses by these rates; between steps. None: what the placement says alone.

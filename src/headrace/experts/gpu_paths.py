@@ -21,6 +21,7 @@ from headrace.experts.store import HostStore
 from headrace.experts.stream import SliceProduct
 from headrace.machine.device import Device
 from headrace.ops import registry
+from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation
 
 _WORD = 4  # bytes of an int32
@@ -64,19 +65,25 @@ class GpuPaths:
             max_tokens=max_tokens or fields.max_tokens,
             top_k=top_k,
             request=tuple(offset // _WORD for offset in at),
+            max_prefetch=shape.max_prefetch,
+            slice_nbytes=store.layout.slice_nbytes,
+            prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
         self.state: Any = kernels.new_plan_state(geometry, constants, target, words)
-        slots = shape.num_slots + shape.max_fetch
         nbytes = store.layout.slice_nbytes
-        self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
-        bases = [store.base(layer) for layer in range(store.num_layers)]
+        self.arena = torch.empty(max(shape.all_slots, 1) * nbytes, dtype=torch.uint8, device=target)
+        addresses = [store.base(layer) for layer in range(store.num_layers)]
+        bases = torch.tensor(addresses, dtype=torch.int64, device=target)
+        self._ahead: Any = kernels.PrefetchLauncher(
+            self.state, self.arena, bases, [layout.slice_nbytes for layout in store.layouts]
+        )
         self.launcher: Any = kernels.ExpertLauncher(
             _slices(kernels, store.layout, nbytes),
             self.state,
             self.arena,
-            torch.tensor(bases, dtype=torch.int64, device=target),
+            bases,
             act,
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
@@ -91,6 +98,14 @@ class GpuPaths:
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
+
+    def can_foresee(self, router: RouterView) -> bool:
+        return router.weight.format in self._kernels.ROUTER_FORMATS
+
+    def foresee(
+        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
+    ) -> None:
+        self._ahead.prefetch(layer, self._ahead.guess(x, router), router.top_k, valid)
 
     def prepare(self, x: torch.Tensor) -> None:
         self.launcher.prepare(x)
@@ -141,7 +156,8 @@ class GpuPaths:
         """Waits for the GPU. The CPU's own figures are its service's."""
         totals: list[int] = self.state.totals.tolist()
         hits, fetched, computed, layers, _, admitted, *_ = totals
-        fetch_ns, stalls, stall_ns = totals[self._kernels.NUM_COUNTS :]
+        fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
+        chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(
             hits,
             fetched,
@@ -151,6 +167,9 @@ class GpuPaths:
             fetch_s=fetch_ns / NANO,
             stalls=stalls,
             stall_s=stall_ns / NANO,
+            prefetched_nbytes=sent * chunk,
+            ahead_nbytes=used * chunk,
+            prefetch_s=sent_ns / NANO,
         )
 
     def view(self) -> CacheView:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from headrace.formats.base import PackedTensor
+from headrace.layers.norm import Norm
 from headrace.layers.router import Router
+from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation, ExpertWeights
 from headrace.ops.registry import OpSet
 
@@ -26,6 +28,18 @@ class MixtureExecutor(Protocol):
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, /
     ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """An executor that can use a layer's attention to bring experts, of a decoding step."""
+
+    def foresee(
+        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None, /
+    ) -> None:
+        """x: float32 [T, D], the layer's input; valid: bool [T], rows that count; None: all. The
+        mixture's call must follow."""
+        ...
 
 
 class InMemoryExperts:
@@ -66,6 +80,15 @@ class Mixture:
         self._router = router
         self._experts = experts
         self.on_routing: RoutingObserver | None = None
+
+    def foresight(self, norm: Norm) -> Callable[[torch.Tensor, torch.Tensor | None], None] | None:
+        """What to tell a decoding step's layer input, and which rows count, before attention; None
+        where nobody wants to know. ``norm``: the one before this mixture."""
+        executor, index = self._experts, self._index
+        if not isinstance(executor, Foresight):
+            return None
+        router = self._router.view(norm)
+        return lambda x, valid: executor.foresee(index, x, router, valid)
 
     @property
     def router_weight(self) -> PackedTensor:

@@ -37,6 +37,7 @@ OP_NAMES = (
     "moe",
     "attention_block",
     "dense_block",
+    "route",
 )
 
 
@@ -47,6 +48,7 @@ BLOCKS = {
         *("rmsnorm", "linear_group", "rope", "kv_append", "attention_decode", "linear"),
     ),
     "dense_block": ("rmsnorm", "gated_linear", "linear"),
+    "route": ("linear", "router_topk"),
 }
 
 

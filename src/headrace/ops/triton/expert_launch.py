@@ -20,6 +20,12 @@ from headrace.ops.records import Activation
 from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning
 from headrace.ops.triton.expert_gather import expert_gather
 from headrace.ops.triton.expert_geometry import SliceGeometry
+from headrace.ops.triton.expert_halves import (
+    TILE_BLOCKS,
+    halves_down,
+    halves_gate_up,
+    halves_prepare,
+)
 from headrace.ops.triton.expert_matvec import (
     bf16_down,
     bf16_gate_up,
@@ -29,14 +35,14 @@ from headrace.ops.triton.expert_matvec import (
     mxfp4_down,
     mxfp4_gate_up,
 )
-from headrace.ops.triton.expert_mma import mma_down, mma_gate_up
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
     COUNT_HITS,
     STATE_FAILED,
     STATE_SEQ,
 )
-from headrace.ops.triton.expert_state import PlanState
+from headrace.ops.triton.expert_state import COPY_WORDS, PlanState
+from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.unpack import GROUPS
 
 FORMATS = tuple(GROUPS)
@@ -48,7 +54,9 @@ MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 512
 BF16_TILE = 16
-MMA_GATE_UP_WARPS = 4  # 64 rows: their 32 activations are one block
+PREPARE_COLS = 256
+ROWS_OF_WARP = 16  # of a tensor core's instruction
+TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,12 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
-    # MXFP4 by mma instead of dp4a. H200, 2026-11-29, four experts of 13 MB: gate and up 25.6 us by mma, 18.2
-    # by dp4a; down 10.1 and 10.2. Neither is short of instructions: both wait for memory.
-    tensor_cores: bool = False
+    # MXFP4 by float16 mma instead of dp4a.
+    tensor_cores: bool = True
+    # Hopper and later: kernels start while those before end, and down fetches its weights meanwhile.
+    overlap: bool = True
+    halves_warps: int = 4
+    most_programs: int = 64
     gate_up_programs: int = 2
     gate_up_warps: int = 4  # dp4a
     gate_up_tile: int = (
@@ -80,7 +91,8 @@ class Tuning:
     down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
-    gather_words: int = 2048
+    settle_programs: int = 16  # move 2.7 MB in some 15 us, which nobody waits for
+    gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
@@ -91,7 +103,7 @@ class ExpertLauncher:
 
     Args:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
-        arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
+        arena: uint8 [(num_slots + max_fetch + max_prefetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
         multiprocessors: of the device, the unit of the grids; found out if None.
         layers: geometry of each layer, where they differ or have ``places``.
@@ -122,6 +134,7 @@ class ExpertLauncher:
         self._act, self._request = act, request
         self._sms = multiprocessors or _multiprocessors(arena.device)
         self._mxfp4 = geometry.format == "mxfp4" and not mixed
+        self._overlap = self.tuning.overlap and can_overlap(arena.device)
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
         self._allocate()
@@ -134,7 +147,13 @@ class ExpertLauncher:
     def _allocate(self) -> None:
         g, plan, device = self._geometry, self._state.geometry, self._arena.device
         tokens, pairs, inner = plan.max_tokens, plan.max_uses, g.width * g.num_slices
-        if self._mxfp4:
+        self._by_halves = self._mxfp4 and self.tuning.tensor_cores
+        if self._by_halves:
+            self._planes, self._h_planes = (
+                torch.zeros(n, 2, k, dtype=torch.float16, device=device)
+                for n, k in ((tokens, g.hidden), (pairs, inner))
+            )
+        elif self._mxfp4:
             shapes = [(tokens, g.hidden), (pairs, inner)]
             self._planes, self._h_planes = (
                 torch.zeros(n, NUM_PLANES, k // 8, dtype=torch.int32, device=device)
@@ -158,6 +177,12 @@ class ExpertLauncher:
         blocks = -(-self._geometry.hidden // WEIGHTS_OF_SCALE)
         if not (self._has_cpu or self._mxfp4):
             return
+        if self._by_halves:
+            halves_prepare[(x.shape[0], -(-self._geometry.hidden // PREPARE_COLS))](
+                x, self._planes, self._block, self._request.x, self._geometry.hidden, PREPARE_COLS,
+                self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
+            )  # fmt: skip
+            return
         expert_prepare[(x.shape[0],)](
             x, self._planes, self._units, self._block, self._request.x, self._geometry.hidden,
             _power_of_two(blocks), self._mxfp4, self._has_cpu, num_warps=4,
@@ -166,11 +191,14 @@ class ExpertLauncher:
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
-        expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches if fetches is None else fetches,
-            self._state.counts, self._state.totals, layer,
-            self._host_nbytes(layer), self._geometry.slice_nbytes, t.gather_words,
-            num_warps=t.gather_warps,
+        s, slices = self._state, self._state.geometry
+        ahead = slices.max_prefetch if fetches is None else 0
+        settling = t.settle_programs if ahead else 0
+        expert_gather[(t.gather_programs + settling,)](
+            self._bases, self._arena, s.fetches if fetches is None else fetches, s.counts, s.totals,
+            s.origins, s.arrived, s.homes, s.state, layer, t.gather_programs,
+            self._geometry.slice_nbytes, self._host_nbytes(layer), COPY_WORDS if ahead else t.gather_words,
+            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def _host_nbytes(self, layer: int) -> int:
@@ -212,12 +240,12 @@ class ExpertLauncher:
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         weights, scales, bias = g.gate_up
         grid = (t.gate_up_programs * self._sms,)
-        if self._mxfp4 and t.tensor_cores:
-            mma_gate_up[grid](
-                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
-                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
-                weights, scales, bias, *sizes, *gate, MMA_GATE_UP_WARPS,
-                num_warps=MMA_GATE_UP_WARPS, maxnreg=t.gate_up_registers,
+        if self._by_halves:
+            split, warps = _warps(g.hidden, t.halves_warps)
+            halves_gate_up[self._programs(entries, 2 * g.width, split, warps)](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
+                g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
+                *gate, split, warps, self._overlap, num_warps=warps, maxnreg=t.gate_up_registers,
             )  # fmt: skip
         elif self._mxfp4:
             mxfp4_gate_up[grid](
@@ -238,11 +266,13 @@ class ExpertLauncher:
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         weights, scales, bias = g.down
         grid = (t.down_programs * self._sms,)
-        if self._mxfp4 and t.tensor_cores:
-            mma_down[grid](
-                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
-                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
-                bias, *sizes, t.down_warps, num_warps=t.down_warps, maxnreg=t.down_registers,
+        if self._by_halves:
+            split, warps = _warps(g.width, t.halves_warps)
+            halves_down[self._programs(entries, g.hidden, split, warps)](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
+                g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
+                split, warps, self._overlap, num_warps=warps, maxnreg=t.down_registers,
+                launch_pdl=self._overlap,
             )  # fmt: skip
         elif self._mxfp4:
             mxfp4_down[grid](
@@ -258,6 +288,13 @@ class ExpertLauncher:
                 g.slice_nbytes, weights, bias, *sizes, _columns_at_once(g.width), BF16_TILE,
                 num_warps=4,
             )  # fmt: skip
+
+    def _programs(
+        self, entries: torch.Tensor, num_rows: int, split: int, warps: int
+    ) -> tuple[int, ...]:
+        """A program for each tile of each entry that there can be, up to ``most_programs``."""
+        tiles = -(-num_rows // (ROWS_OF_WARP * warps // split))
+        return (min(entries.shape[0] * tiles, self.tuning.most_programs * self._sms),)
 
     def await_cpu(self) -> None:
         """Wait for the CPU's answer to this layer's request, if there is one."""
@@ -276,7 +313,8 @@ class ExpertLauncher:
         block = s.counts if s.block is None else s.block.view(torch.float32)
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
             self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
-            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS, num_warps=4,
+            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
+            self._overlap, num_warps=4, launch_pdl=self._overlap,
         )  # fmt: skip
         return out
 
@@ -286,6 +324,14 @@ def _multiprocessors(device: torch.device) -> int:
         return 1  # interpreted: more programs only take longer
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count
+
+
+def _warps(columns: int, most: int) -> tuple[int, int]:
+    """Warps that share a row's blocks, and warps of a program, for a matrix's columns."""
+    blocks, split = -(-columns // WEIGHTS_OF_SCALE), 1
+    while split < most and blocks > TILES_OF_WARP * TILE_BLOCKS.value * split:
+        split *= 2
+    return split, most
 
 
 def _power_of_two(size: int) -> int:

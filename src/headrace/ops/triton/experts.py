@@ -10,8 +10,11 @@ from headrace.ops.triton.expert_launch import (
     RequestOffsets,
     Tuning,
 )
+from headrace.ops.triton.expert_prefetch import FORMATS as ROUTER_FORMATS
+from headrace.ops.triton.expert_prefetch import PrefetchLauncher
 from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
+    COPY_WORDS,
     NUM_COUNTS,
     PlanGeometry,
     PlanState,
@@ -21,13 +24,16 @@ from headrace.ops.triton.expert_state import (
 )
 
 __all__ = [
+    "COPY_WORDS",
     "FORMATS",
     "NUM_COUNTS",
+    "ROUTER_FORMATS",
     "BlockTuning",
     "ExpertLauncher",
     "MatrixPlace",
     "PlanGeometry",
     "PlanState",
+    "PrefetchLauncher",
     "RequestOffsets",
     "SliceGeometry",
     "Tuning",

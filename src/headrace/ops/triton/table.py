@@ -35,4 +35,5 @@ OPS: tuple[Op, ...] = (
     Op("moe", "triton", mixture.moe, 2 * _PRODUCT),
     Op("attention_block", "triton", block.attention_block, 3 * _PRODUCT),
     Op("dense_block", "triton", block.dense_block, 3 * _PRODUCT),
+    Op("route", "triton", router.route, _PRODUCT),
 )
