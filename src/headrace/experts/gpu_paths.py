@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
+from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.cpu_share import Answer
 from headrace.experts.paths import CacheView, ExpertCounts
 from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct
 from headrace.machine.device import Device
 from headrace.ops import registry
 from headrace.ops.records import Activation
@@ -52,6 +55,7 @@ class GpuPaths:
     ) -> None:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
+        self._fields, self._block = fields, block
         target = device.torch_device
         at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
         geometry = kernels.PlanGeometry(
@@ -169,14 +173,13 @@ class GpuPaths:
         self.state.slot_of[new.long()] = slots
         self.state.owner_of[slots.long()] = new
 
-    def slot(self, number: int) -> torch.Tensor:
-        nbytes = self._store.layout.slice_nbytes
-        return self.arena[number * nbytes : (number + 1) * nbytes]
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        return self.arena.view(-1, self._store.layout.slice_nbytes)[first : first + count]
 
-    def slots_of(self, layer: int) -> list[int]:
-        """Waits for the GPU."""
-        size = self.shape.num_experts * self.shape.num_slices
-        return self.state.slot_of[layer * size : (layer + 1) * size].tolist()
+    def residency(self) -> npt.NDArray[np.int32]:
+        s = self.shape
+        table = self.state.slot_of[: s.num_layers * s.num_experts * s.num_slices]
+        return table.cpu().numpy().reshape(s.num_layers, -1)
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
@@ -184,10 +187,24 @@ class GpuPaths:
             [(s, first + old if old >= 0 else old, first + new) for s, old, new in changes]
         )
 
-    def product(self, act: Activation) -> SliceProduct:
-        """Computes a slice for many tokens, by matrix products in bfloat16."""
-        kernels, geometry = self._kernels, _slices(self._kernels, self._store.layout)
-        return lambda piece, x: kernels.slice_product(geometry, piece, x, act)
+    def chunk(self, act: Activation) -> ChunkCompute:
+        """Computes prompt chunks, by matrix products in bfloat16."""
+        kernels, layout = self._kernels, self._store.layout
+        geometry = _slices(kernels, layout)
+        if layout.format == layout.down_format and layout.format in kernels.GROUPED_FORMATS:
+            return kernels.GroupedChunk(geometry, self.state, self.arena, act)
+
+        def product(piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return kernels.slice_product(geometry, piece, x, act)
+
+        return SliceChunk(self, product, layout.num_slices)
+
+    def answer(self) -> Answer | None:
+        """Adds the CPU's answer to a prompt chunk, on the GPU."""
+        if self._block is None:
+            return None
+        f = self._fields
+        return self._kernels.GpuAnswer(self._block, f.ack, f.abort, f.out)
 
 
 def _slices(kernels: Any, layout: SlabLayout) -> Any:

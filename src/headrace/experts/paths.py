@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.cpu_share import Answer
 from headrace.experts.items import Items
 from headrace.experts.plan_oracle import (
     FREE,
@@ -31,7 +33,6 @@ from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
 from headrace.experts.slice_reference import run_items, slice_output
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct
 from headrace.ops.expert_records import CpuExperts
 from headrace.ops.records import Activation
 
@@ -129,11 +130,11 @@ class ExpertPaths(Protocol):
         """For each (slot, old, new): the slot that held key ``old`` (-1: nothing) now holds ``new``."""
         ...
 
-    def slot(self, number: int) -> torch.Tensor:
-        """See ``stream.SlotTable``, as the next two."""
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        """See ``chunk.SlotTable``, as the next two."""
         ...
 
-    def slots_of(self, layer: int) -> list[int]: ...
+    def residency(self) -> npt.NDArray[np.int32]: ...
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None: ...
 
 
@@ -269,12 +270,11 @@ class HostPaths:
                 self.tables.slot_of[old] = FREE
             self.tables.slot_of[new], self.tables.owner_of[slot] = slot, new
 
-    def slot(self, number: int) -> torch.Tensor:
-        return self.arena[number]
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        return self.arena[first : first + count]
 
-    def slots_of(self, layer: int) -> list[int]:
-        size = self.shape.num_experts * self.shape.num_slices
-        return self.tables.slot_of[layer * size : (layer + 1) * size]
+    def residency(self) -> npt.NDArray[np.int32]:
+        return np.array(self.tables.slot_of, np.int32).reshape(self.shape.num_layers, -1)
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
@@ -282,15 +282,19 @@ class HostPaths:
             [(s, first + old if old != FREE else FREE, first + new) for s, old, new in changes]
         )
 
-    def product(self, act: Activation) -> SliceProduct:
-        """Computes a slice for many tokens, in float64."""
+    def chunk(self, act: Activation) -> ChunkCompute:
+        """Computes prompt chunks, in float64."""
         layout = self._store.layout
 
         def product(piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             part = slice_weights(piece.unsqueeze(0), layout, 0)
             return slice_output(part, act, x.double()).float()
 
-        return product
+        return SliceChunk(self, product, layout.num_slices)
+
+    def answer(self) -> Answer | None:
+        """The host waits for the CPU itself."""
+        return None
 
 
 def _rows(values: Any) -> Any:

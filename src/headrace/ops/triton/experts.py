@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.ops.triton.expert_chunk import GROUPED_FORMATS, GpuAnswer, GroupedChunk
 from headrace.ops.triton.expert_launch import (
     FORMATS,
     ExpertLauncher,
@@ -21,8 +22,11 @@ from headrace.ops.triton.expert_state import (
 
 __all__ = [
     "FORMATS",
+    "GROUPED_FORMATS",
     "NUM_COUNTS",
     "ExpertLauncher",
+    "GpuAnswer",
+    "GroupedChunk",
     "PlanGeometry",
     "PlanState",
     "RequestOffsets",
