@@ -105,7 +105,11 @@ def make_executor(
             lost = ExpertFault.NONE if service.running() else ExpertFault.WORKER
             return service.fault() or lost
 
-        cpu = ServiceShare(block, fields, layout.num_slices, fault, paths.answer())
+        def busy_s() -> float:
+            service = executors[0].service
+            return 0.0 if service is None else service.stats().busy_s
+
+        cpu = ServiceShare(block, fields, layout.num_slices, fault, paths.answer(), busy_s)
     together = 0.0 if rates is None else rates.pcie_gbps + rates.cpu_gbps
     prefill = StreamPrefill(
         device,

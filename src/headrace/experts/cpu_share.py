@@ -46,6 +46,7 @@ class ServiceShare:
         block: uint8, the request block; abort: reads why the service gave up, 0 if it did not.
         answer: adds the answer to a request to a sum on the device without the host's waiting; None:
             the host waits.
+        busy_s: the service's seconds of computing.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class ServiceShare:
         num_slices: int,
         abort: Callable[[], int],
         answer: Answer | None = None,
+        busy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.max_tokens = fields.max_tokens
         self._fields, self._num_slices, self._abort = fields, num_slices, abort
-        self._block, self._answer = block, answer
+        self._block, self._answer, self.busy_s = block, answer, busy_s
         self._bytes: npt.NDArray[np.uint8] = block.numpy()
         self._seq = 0
         self._tokens = 0
@@ -151,3 +153,6 @@ class DirectShare:
 
     def add_to(self, out: torch.Tensor) -> None:
         out += self._out.to(out.device)
+
+    def busy_s(self) -> float:
+        return 0.0

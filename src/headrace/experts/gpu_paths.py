@@ -55,7 +55,7 @@ class GpuPaths:
     ) -> None:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
-        self._fields, self._block = fields, block
+        self._fields, self._block, self.layout = fields, block, store.layout
         target = device.torch_device
         at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
         geometry = kernels.PlanGeometry(
@@ -77,7 +77,7 @@ class GpuPaths:
         self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
         bases = [store.base(layer) for layer in range(store.num_layers)]
         self.launcher: Any = kernels.ExpertLauncher(
-            _slices(kernels, store.layout),
+            geometry_of(kernels, store.layout),
             self.state,
             self.arena,
             torch.tensor(bases, dtype=torch.int64, device=target),
@@ -173,6 +173,9 @@ class GpuPaths:
         self.state.slot_of[new.long()] = slots
         self.state.owner_of[slots.long()] = new
 
+    def slot(self, number: int) -> torch.Tensor:
+        return self.slots(number, 1)[0]
+
     def slots(self, first: int, count: int) -> torch.Tensor:
         return self.arena.view(-1, self._store.layout.slice_nbytes)[first : first + count]
 
@@ -190,7 +193,7 @@ class GpuPaths:
     def chunk(self, act: Activation) -> ChunkCompute:
         """Computes prompt chunks, by matrix products in bfloat16."""
         kernels, layout = self._kernels, self._store.layout
-        geometry = _slices(kernels, layout)
+        geometry = geometry_of(kernels, layout)
         if layout.format == layout.down_format and layout.format in kernels.GROUPED_FORMATS:
             return kernels.GroupedChunk(geometry, self.state, self.arena, act)
 
@@ -207,7 +210,8 @@ class GpuPaths:
         return self._kernels.GpuAnswer(self._block, f.ack, f.abort, f.out)
 
 
-def _slices(kernels: Any, layout: SlabLayout) -> Any:
+def geometry_of(kernels: Any, layout: SlabLayout) -> Any:
+    """``ops.triton.expert_launch.SliceGeometry`` of a layout."""
     at = {part.name: part.offset for part in layout.parts}
 
     def offsets(name: str) -> tuple[int, ...]:

@@ -130,6 +130,10 @@ class ExpertPaths(Protocol):
         """For each (slot, old, new): the slot that held key ``old`` (-1: nothing) now holds ``new``."""
         ...
 
+    def slot(self, number: int) -> torch.Tensor:
+        """A slot's bytes, uint8 [slice_nbytes]."""
+        ...
+
     def slots(self, first: int, count: int) -> torch.Tensor:
         """See ``chunk.SlotTable``, as the next two."""
         ...
@@ -269,6 +273,9 @@ class HostPaths:
             if old != FREE:
                 self.tables.slot_of[old] = FREE
             self.tables.slot_of[new], self.tables.owner_of[slot] = slot, new
+
+    def slot(self, number: int) -> torch.Tensor:
+        return self.arena[number]
 
     def slots(self, first: int, count: int) -> torch.Tensor:
         return self.arena[first : first + count]

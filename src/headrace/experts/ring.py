@@ -47,13 +47,12 @@ class ChunkRing:
         slots: uint8 [n, slice_nbytes], neighbouring slots; first: the number of the first one.
     """
 
-    def __init__(
-        self, device: Device, store: HostStore, slots: torch.Tensor, first: int
-    ) -> None:
+    def __init__(self, device: Device, store: HostStore, slots: torch.Tensor, first: int) -> None:
         self._device, self._store, self._slots, self._first = device, store, slots, first
         self.places, self.size = places_of(len(slots), store.layout.num_slices)
         self._copies = device.stream()
         self._start = device.event()
+        self._began, self._ended = device.event(), device.event()  # the copies of one ``add``
         self._arrived = [device.event() for _ in range(self.places)]
         self._computed = [device.event() for _ in range(self.places)]
         self._waiting: deque[tuple[int, Keys]] = deque()  # chunks not yet on their way
@@ -72,6 +71,8 @@ class ChunkRing:
 
     def add(self, layer: int, keys: Keys) -> None:
         """Ask for slices of a layer, in this order."""
+        if not self._waiting and not self._coming:
+            self._began.record(self._copies)
         for start in range(0, len(keys), self.size):
             self._waiting.append((layer, keys[start : start + self.size]))
         self._send()
@@ -108,6 +109,12 @@ class ChunkRing:
                 self._arrived[place].record()
             self._coming.append(chunk)
             self._sent += 1
+            if not self._waiting:
+                self._ended.record(self._copies)
+
+    def seconds(self) -> float:
+        """How long what was asked for last took to arrive, once it was computed; 0 if nobody knows."""
+        return self._began.elapsed_time(self._ended) * 1e-3
 
     def _copy(self, chunk: RingChunk) -> None:
         source = self._store.tensor(chunk.layer).flatten(0, 1)

@@ -1,8 +1,9 @@
 """Prompt chunks: hits where they lie, misses through a ring of slots and on the CPU, all at once.
 
 Short chunks take only the experts that were routed. The host learns the routing of each layer, its one
-wait there; of the missing slices the CPU gets the share that lets it finish with PCIe, if the chunk is
-short enough for it (``request_block`` holds that many tokens), and the rest passes through the ring.
+wait there; of the missing slices the CPU gets the share that lets it finish with PCIe, by the rates that
+the layers before showed, if the chunk is short enough for it (``request_block`` holds that many tokens),
+and the rest passes through the ring.
 
 Long chunks use every expert, so they need no routing to begin: the ring knows at once what all layers
 miss and never stops, over attention and routers too; the host waits for nothing.
@@ -27,6 +28,8 @@ from headrace.experts.ring import ChunkRing, Keys
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
 
+# How fast the CPU's share follows what one layer showed: a prompt of 18 layers settles it.
+_LEARN = 0.25
 # A chunk uses every expert of a layer, near enough, if so many would be used ...
 _ALL_EXPERTS = 0.95
 # ... by a fraction of its tokens: routers with favourites touch fewer experts than uniform ones.
@@ -52,6 +55,10 @@ class CpuShare(Protocol):
         """Add the result to ``out``, float32 [T, D], on the device."""
         ...
 
+    def busy_s(self) -> float:
+        """Seconds of computing so far; 0 if nobody counts."""
+        ...
+
 
 class StreamPrefill:
     """``layers.moe.MixtureExecutor`` for chunks that are longer than a decoding step.
@@ -61,7 +68,7 @@ class StreamPrefill:
     Args:
         compute: the device's part.
         cpu: the CPU's part, if it has one.
-        cpu_share: of missing slices that the CPU takes, 0 to 1, where it can.
+        cpu_share: of missing slices that the CPU takes at first, 0 to 1, where it can.
     """
 
     def __init__(
@@ -83,6 +90,8 @@ class StreamPrefill:
         self._known = device.event()
         self._residency: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)
         self._next = -1
+        self._sent = 0, 0  # slices of the layer before by the ring, by the CPU
+        self._busy_s = 0.0
         self._host: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.fetched = self.hit = self.on_cpu = 0  # slices
 
@@ -107,6 +116,7 @@ class StreamPrefill:
         """Look at the cache; let the ring start on what layers from ``first`` on miss."""
         self._residency = self._table.residency()
         self._ring.reset()
+        self._sent = 0, 0
         for layer in range(first, self._shape.num_layers):
             if self._can_fetch(layer):
                 self._ring.add(layer, _keys(self._residency[layer] == FREE))
@@ -119,18 +129,17 @@ class StreamPrefill:
         slots = self._residency[layer]
         hits = _work(slots, _keys(slots != FREE))
         chunks = self._ring.take(layer)
-        arriving = self._arriving(chunks)
-        # Hits are spread over the launches, so that the ring's places are free again soon.
-        parts = np.array_split(hits, max(len(chunks), 1))
-        launches = [np.concatenate([*a, b]) for a, b in zip([[w] for w in arriving] or [[]], parts)]
-        self._compute.stage(launches)
-        if not chunks:
-            self._compute.compute(0)
-        for number, _ in enumerate(self._ring.chunks(len(chunks))):
-            self._compute.compute(number)
+        self._compute_all(hits, chunks)
         self.hit += len(hits)
         self.fetched += sum(map(len, chunks))
         return self._compute.finish()
+
+    def _compute_all(self, hits: Work, chunks: Sequence[Keys]) -> None:
+        """Hits first: what arrives may take their slots."""
+        self._compute.stage([hits, *self._arriving(chunks)])
+        self._compute.compute(0)
+        for number, _ in enumerate(self._ring.chunks(len(chunks)), 1):
+            self._compute.compute(number)
 
     def _route(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -142,6 +151,7 @@ class StreamPrefill:
         host_ids, host_weights = self._to_host(ids, weights)
         self._compute.begin(layer, x, ids, weights)
         self._known.synchronize()
+        self._learn()
         flat: Any = host_ids.numpy().ravel()
         uses = np.bincount(flat[flat >= 0], minlength=self._shape.num_experts)
         uses = np.repeat(uses, self._shape.num_slices)
@@ -153,18 +163,28 @@ class StreamPrefill:
         streamed, on_cpu = self._share(layer, missing, x.shape[0])
         if self._cpu is not None and len(on_cpu):
             self._cpu.begin(layer, host_ids, host_weights, on_cpu)
+        self._sent = len(streamed), len(on_cpu)
         self._ring.add(layer, streamed)
-        chunks = self._ring.take(layer)
-        self._compute.stage([hits, *self._arriving(chunks)])
-        self._compute.compute(0)
-        for number, _ in enumerate(self._ring.chunks(len(chunks)), 1):
-            self._compute.compute(number)
+        self._compute_all(hits, self._ring.take(layer))
         if self._cpu is not None and len(on_cpu):
             self._cpu.add_to(self._compute.out)
         self.hit += len(hits)
         self.fetched += len(streamed)
         self.on_cpu += len(on_cpu)
         return self._compute.finish()
+
+    def _learn(self) -> None:
+        """Correct the CPU's share by how long both paths took for the layer before, if both worked.
+
+        Everything before this layer's routing is done by now, the CPU's part included.
+        """
+        (streamed, on_cpu), self._sent = self._sent, (0, 0)
+        busy_s = 0.0 if self._cpu is None else self._cpu.busy_s()
+        cpu_s, self._busy_s = busy_s - self._busy_s, busy_s
+        ring_s = self._ring.seconds() if streamed else 0.0
+        if streamed and on_cpu and cpu_s > 0 and ring_s > 0:
+            cpu, ring = on_cpu / cpu_s, streamed / ring_s
+            self.cpu_share += _LEARN * (cpu / (cpu + ring) - self.cpu_share)
 
     def _to_host(
         self, ids: torch.Tensor, weights: torch.Tensor

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def choose_kept(
-    uses: torch.Tensor, slots: torch.Tensor, streamed: torch.Tensor
-) -> torch.Tensor:
+def choose_kept(uses: torch.Tensor, slots: torch.Tensor, streamed: torch.Tensor) -> torch.Tensor:
     """Slots that streamed slices of a layer take over: int32 [keys], -1: none.
 
     The most used of the streamed replace the least used of the resident where the chunk used them

@@ -39,24 +39,24 @@ _PAIR_ROWS, _ROW_COLS, _COPY_WORDS, _KEEP_WORDS, _TABLE_KEYS, _ANSWER_COLS = (
     *(64, 1024, 1024, 1024, 256, 1024),
 )
 _KEEP_PROGRAMS = 8  # of a slice
-_FEW, _MANY = 16, 128  # tokens of a tile
+_MOST_LANES = 8  # programs that share an expert's tokens
 # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
 _SPINS = 5_000_000
 
 
+# Rows of weights, tokens, columns at once (of MXFP4 bytes), warps, stages.
+Tile = tuple[int, int, int, int, int]
+
+
 @dataclass(frozen=True)
 class GroupedTuning:
-    """Tiles and warps of the grouped kernels.
+    """Tiles of the grouped kernels; ranges: of tokens, each with its own programs in ``grouped_down``."""
 
-    rows, cols: of the weights at once (cols: bytes of MXFP4); ranges: of tokens, each with its own
-    programs in ``grouped_down``; lanes: programs that share an expert's tokens in ``grouped_gate_up``
-    """
-
-    gate_up: tuple[int, int, int, int] = (64, 64, 4, 3)  # rows, cols, warps, stages
-    down: tuple[int, int, int, int] = (64, 64, 4, 3)
-    few: int = 32  # mean pairs of an expert up to which tiles are of 16 tokens
-    down_tokens: int = 64
-    gate_up_tokens: int = _MANY
+    gate_up_few: Tile = (64, 16, 64, 4, 3)
+    down_few: Tile = (64, 16, 64, 4, 3)
+    gate_up_many: Tile = (128, 128, 32, 8, 3)
+    down_many: Tile = (64, 64, 64, 4, 3)
+    few: int = 32  # mean pairs of an expert up to which it is few
     ranges: int = 3
 
 
@@ -72,7 +72,9 @@ class _Layer:
     x: torch.Tensor
     h: torch.Tensor
     out: torch.Tensor
-    tile: tuple[int, int, int]  # tokens of gate/up, its lanes, tokens of down
+    gate_up: Tile
+    down: Tile
+    lanes: int
 
 
 class GroupedChunk:
@@ -81,6 +83,8 @@ class GroupedChunk:
     Args:
         state: whose tables say what lies in which slot.
         arena: uint8, the slots.
+
+    ``launches``: the staged work lists, on the device.
     """
 
     def __init__(
@@ -93,18 +97,18 @@ class GroupedChunk:
     ) -> None:
         self.tuning = tuning or GroupedTuning()
         self._geometry, self._state, self._arena, self._act = geometry, state, arena, act
-        plan = state.geometry
+        g, plan = geometry, state.geometry
+        self._common = (g.format == "mxfp4", self.tuning.ranges, g.slice_nbytes)
+        self._sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         self._keys = plan.num_experts * plan.num_slices
         pinned = arena.device.type == "cuda"
         # Each layer has its own: the host writes the next one's while this one's waits to be read.
         self._staging = torch.zeros(
             plan.num_layers, self._keys, ENTRY.value, dtype=torch.int32, pin_memory=pinned
         )
-        self._work = torch.zeros(
-            self._keys, ENTRY.value, dtype=torch.int32, device=arena.device
-        )
+        self._work = torch.zeros(self._keys, ENTRY.value, dtype=torch.int32, device=arena.device)
         self._dest = torch.full((self._keys,), -1, dtype=torch.int32, device=arena.device)
-        self._launches: list[torch.Tensor] = []
+        self.launches: list[torch.Tensor] = []
         self._keeps = False
         self._at: _Layer | None = None
         self._targets: dict[int, torch.Tensor] = {}
@@ -125,13 +129,13 @@ class GroupedChunk:
         prepare_rows[(tokens, triton.cdiv(g.hidden, _ROW_COLS))](
             x.contiguous(), rounded, g.hidden, packed, _ROW_COLS, num_warps=4
         )
-        mean = tokens * top_k / plan.num_experts
+        mean = tokens * top_k // plan.num_experts
         few = mean <= t.few
-        lanes = 1 if few else min(8, max(1, triton.cdiv(2 * int(mean), t.gate_up_tokens)))
+        gate_up, down = (t.gate_up_few, t.down_few) if few else (t.gate_up_many, t.down_many)
         self._at = _Layer(
             layer, tokens, bounds, order, merged, rounded,
             rounded.new_empty(tokens * top_k, g.num_slices * g.width), torch.zeros_like(x),
-            (_FEW if few else t.gate_up_tokens, lanes, _FEW if few else t.down_tokens),
+            gate_up, down, min(_MOST_LANES, max(1, 2 * mean // gate_up[1])),
         )  # fmt: skip
 
     def _bounds_at(self, tokens: int) -> torch.Tensor:
@@ -139,7 +143,9 @@ class GroupedChunk:
         if tokens not in self._targets:
             ranges, experts = self.tuning.ranges, self._state.geometry.num_experts
             step = triton.cdiv(tokens, ranges)
-            starts = [e * tokens + min(r * step, tokens) for e in range(experts) for r in range(ranges)]
+            starts = [
+                e * tokens + min(r * step, tokens) for e in range(experts) for r in range(ranges)
+            ]
             self._targets.clear()  # chunks of one length follow each other
             self._targets[tokens] = torch.tensor(
                 [*starts, experts * tokens], dtype=torch.int32, device=self._arena.device
@@ -150,15 +156,15 @@ class GroupedChunk:
         """Give the work lists, int32 [n, 3] each: slot, key, whether it was streamed there."""
         at = self._now
         everything = np.concatenate(launches) if launches else np.zeros((0, 3), np.int32)
-        count = everything.size
+        count = len(everything) * ENTRY.value
         source = self._staging[at.number]
-        source.numpy()[: len(everything)] = everything
+        source.numpy()[: len(everything), :3] = everything
         if count:
             copy_words[(triton.cdiv(count, _COPY_WORDS),)](
                 source, self._work, count, _COPY_WORDS, num_warps=4
             )
         ends = np.cumsum([len(one) for one in launches]).tolist()
-        self._launches = [
+        self.launches = [
             self._work[end - len(one) : end] for one, end in zip(launches, ends, strict=True)
         ]
         self._keeps = bool(everything[:, 2].any()) and self._state.geometry.num_slots > 0
@@ -177,29 +183,36 @@ class GroupedChunk:
 
     def compute(self, number: int) -> None:
         """Add the slices of a launch to the sum; keep those that are to stay."""
-        work, at = self._launches[number], self._now
+        work = self.launches[number]
         if not len(work):
             return
-        g, t, act = self._geometry, self.tuning, self._act
-        top_k, packed = at.order.numel() // at.tokens, g.format == "mxfp4"
-        common = (packed, t.ranges, g.slice_nbytes)
-        sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
-        gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
-        tokens, lanes, down_tokens = at.tile
-        rows, cols, warps, stages = t.gate_up
-        grouped_gate_up[(len(work) * triton.cdiv(g.width, rows), lanes)](
-            self._arena, work, at.bounds, at.order, at.x, at.h, top_k, *common, *g.gate_up,
-            *sizes, *gate, rows, tokens, cols, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        rows, cols, warps, stages = t.down
-        grouped_down[(triton.cdiv(g.hidden, rows), t.ranges)](
-            self._arena, work, len(work), at.bounds, at.order, at.weights, at.h, at.out, top_k,
-            *common, *g.down, *sizes, rows, down_tokens, cols, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        self.gate_up(work)
+        self.down(work)
         if self._keeps:
             keep_slices[(len(work), _KEEP_PROGRAMS)](
-                self._arena, work, self._dest, g.slice_nbytes, _KEEP_WORDS, num_warps=4
+                self._arena, work, self._dest, self._geometry.slice_nbytes, _KEEP_WORDS, num_warps=4
             )
+
+    def gate_up(self, work: torch.Tensor) -> None:
+        """The first half of a launch: activations of every pair and slice."""
+        g, at, act = self._geometry, self._now, self._act
+        gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
+        rows, tokens, cols, warps, stages = at.gate_up
+        grouped_gate_up[(len(work) * triton.cdiv(g.width, rows), at.lanes)](
+            self._arena, work, at.bounds, at.order, at.x, at.h, at.order.numel() // at.tokens,
+            *self._common, *g.gate_up, *self._sizes, *gate, rows, tokens, cols,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    def down(self, work: torch.Tensor) -> None:
+        """The second half: outputs, added to the sum."""
+        g, at, ranges = self._geometry, self._now, self.tuning.ranges
+        rows, tokens, cols, warps, stages = at.down
+        grouped_down[(triton.cdiv(g.hidden, rows), ranges)](
+            self._arena, work, len(work), at.bounds, at.order, at.weights, at.h, at.out,
+            at.order.numel() // at.tokens, *self._common, *g.down, *self._sizes,
+            rows, tokens, cols, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
 
     @property
     def out(self) -> torch.Tensor:

@@ -26,7 +26,8 @@ import triton.language as tl
 
 from headrace.ops.triton.expert_rows import BLOCK, gated
 
-ENTRY = tl.constexpr(3)  # words of a work list's entry: slot, key, whether it was streamed
+# Words of a work list's entry: slot, key, whether it was streamed; and one that keeps lists aligned.
+ENTRY = tl.constexpr(4)
 UNSCALE = tl.constexpr(2.0**64)
 _BIAS_OF_SCALE = tl.constexpr(62)  # 127 + 126 - 127 - 64
 
@@ -96,7 +97,7 @@ def grouped_gate_up(
 ):  # fmt: skip
     """h[pair, slice's columns] = act(gate x, up x).
 
-    arena: uint8; work: int32 [n, 3]; bounds: int32 [E * RANGES + 1], pairs of each expert and range of
+    arena: uint8; work: int32 [n, 4]; bounds: int32 [E * RANGES + 1], pairs of each expert and range of
     tokens; order: int64 [pairs], places in [T, top_k] by expert and token; x: bfloat16 [T, HIDDEN]; h:
     bfloat16 [pairs, S * WIDTH]. Grid: n * ceil(WIDTH / ROWS), and how many programs share the tokens.
     COLS: columns at once, for MXFP4 bytes.
@@ -192,5 +193,7 @@ def grouped_down(
             mask = ok[:, None] & there[None, :]
             # Another thread of this program may have written what this one adds to.
             tl.debug_barrier()
-            tl.store(target, tl.load(target, mask=mask, other=0.0) + acc * weight[None, :], mask=mask)
+            tl.store(
+                target, tl.load(target, mask=mask, other=0.0) + acc * weight[None, :], mask=mask
+            )
             tl.debug_barrier()

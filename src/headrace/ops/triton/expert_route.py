@@ -99,9 +99,9 @@ def await_answer(block, seq, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr, SPINS
         ack = tl.load(block + AT_ACK, volatile=True)
         abort = tl.load(block + AT_ABORT, volatile=True)
         waiting = ((ack != seq) & (abort == 0) & (spins < SPINS)).to(tl.int32)
-    if tl.load(block + AT_ACK, volatile=True) != seq:
-        if tl.load(block + AT_ABORT, volatile=True) == 0:
-            tl.store(block + AT_ABORT, 1)
+    silent = tl.load(block + AT_ACK, volatile=True) != seq
+    if silent & (tl.load(block + AT_ABORT, volatile=True) == 0):
+        tl.store(block + AT_ABORT, 1)
 
 
 @triton.jit(do_not_specialize=["count"])
