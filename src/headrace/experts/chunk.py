@@ -58,6 +58,10 @@ class SlotTable(Protocol):
         Waits for the device."""
         ...
 
+    def lend(self, count: int) -> None:
+        """Free the last ``count`` slots, see ``lending``."""
+        ...
+
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         """For each (slot, old, new): the slot that held the layer's slice ``old`` (-1: nothing) now
         holds ``new``."""

@@ -17,6 +17,7 @@ from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
 from headrace.experts.chunk import ChunkCompute, SliceChunk
 from headrace.experts.cpu_share import Answer
+from headrace.experts.lending import lend
 from headrace.experts.paths import CacheView, ExpertCounts
 from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock
@@ -183,6 +184,16 @@ class GpuPaths:
         s = self.shape
         table = self.state.slot_of[: s.num_layers * s.num_experts * s.num_slices]
         return table.cpu().numpy().reshape(s.num_layers, -1)
+
+    def lend(self, count: int) -> None:
+        view, s = self.view(), self.shape
+        keys = s.num_layers * s.num_experts * s.num_slices
+        values = np.repeat(view.values[: s.num_layers * s.num_experts], s.num_slices)
+        found = lend(view.slot_of[:keys], view.owner_of, values, count)
+        for source, target in found.moves:
+            self.slot(target).copy_(self.slot(source))
+        self.state.slot_of[:keys].copy_(torch.tensor(found.slot_of))
+        self.state.owner_of[: s.num_slots].copy_(torch.tensor(found.owner_of))
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)

@@ -19,6 +19,7 @@ import torch
 from headrace.experts.chunk import ChunkCompute, SliceChunk
 from headrace.experts.cpu_share import Answer
 from headrace.experts.items import Items
+from headrace.experts.lending import lend
 from headrace.experts.plan_oracle import (
     FREE,
     CacheTables,
@@ -135,10 +136,11 @@ class ExpertPaths(Protocol):
         ...
 
     def slots(self, first: int, count: int) -> torch.Tensor:
-        """See ``chunk.SlotTable``, as the next two."""
+        """See ``chunk.SlotTable``, as the next three."""
         ...
 
     def residency(self) -> npt.NDArray[np.int32]: ...
+    def lend(self, count: int) -> None: ...
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None: ...
 
 
@@ -282,6 +284,15 @@ class HostPaths:
 
     def residency(self) -> npt.NDArray[np.int32]:
         return np.array(self.tables.slot_of, np.int32).reshape(self.shape.num_layers, -1)
+
+    def lend(self, count: int) -> None:
+        view = self.view()
+        values = np.repeat(view.values, self.shape.num_slices)
+        found = lend(view.slot_of, view.owner_of, values, count)
+        for source, target in found.moves:
+            self.arena[target] = self.arena[source]
+        self.tables.slot_of[:] = found.slot_of.tolist()
+        self.tables.owner_of[:] = found.owner_of.tolist()
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)

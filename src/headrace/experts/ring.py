@@ -15,7 +15,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.experts.store import HostStore
-from headrace.machine.device import Device
+from headrace.machine.device import Device, Event
+
+_LONG = 16  # experts in a long ring
 
 Keys = npt.NDArray[np.int32]  # of a layer: expert * slices + slice
 
@@ -33,41 +35,54 @@ class RingChunk:
 def places_of(num_slots: int, num_slices: int) -> tuple[int, int]:
     """(places, slots of a place): whole experts where there is room for two of them.
 
-    A place of one expert is 0.24 ms of PCIe 5, several times what its launches take; more places
-    rather than larger ones, since what arrived last is computed when nothing else is left to do.
+    A place of one expert is 0.24 ms of PCIe 5, two to three times what its launches take the host; a
+    long ring has places of two.
     """
     size = max(1, min(num_slices, num_slots // 2))
+    if num_slots >= _LONG * num_slices:
+        size *= 2
     return num_slots // size, size
 
 
 class ChunkRing:
-    """Transit slots in places of equal size.
+    """Transit slots in places of equal size."""
 
-    Args:
-        slots: uint8 [n, slice_nbytes], neighbouring slots; first: the number of the first one.
-    """
-
-    def __init__(self, device: Device, store: HostStore, slots: torch.Tensor, first: int) -> None:
-        self._device, self._store, self._slots, self._first = device, store, slots, first
-        self.places, self.size = places_of(len(slots), store.layout.num_slices)
+    def __init__(self, device: Device, store: HostStore) -> None:
+        self._device, self._store = device, store
+        self._slots, self._first = torch.zeros(0), 0
         self._copies = device.stream()
         self._start = device.event()
         self._began, self._ended = device.event(), device.event()  # the copies of one ``add``
-        self._arrived = [device.event() for _ in range(self.places)]
-        self._computed = [device.event() for _ in range(self.places)]
+        self._arrived: list[Event] = []
+        self._computed: list[Event] = []
         self._waiting: deque[tuple[int, Keys]] = deque()  # chunks not yet on their way
         self._coming: deque[RingChunk] = deque()
-        self._sent = 0
-        self._used = [False] * self.places  # by this prompt: ``computed`` says when it ended
+        self.reset(self._slots, 0)
 
-    def reset(self) -> None:
-        """Forget what was asked for. Copies wait for all work so far: others used the slots."""
+    def reset(self, slots: torch.Tensor, first: int) -> None:
+        """Forget what was asked for, and use these slots. Copies wait for all work so far: others
+        used the slots.
+
+        slots: uint8 [n, slice_nbytes], neighbouring slots; first: the number of the first one.
+        """
+        self._slots, self._first = slots, first
+        self.places, self.size = places_of(len(slots), self._store.layout.num_slices)
+        while len(self._arrived) < self.places:
+            self._arrived.append(self._device.event())
+            self._computed.append(self._device.event())
         self._waiting.clear()
         self._coming.clear()
         self._sent = 0
-        self._used = [False] * self.places
+        self._used = [False] * self.places  # by this prompt: ``computed`` says when it ended
         self._start.record()
         self._copies.wait_event(self._start)
+
+    def settle(self) -> None:
+        """Let what follows on the current stream wait for copies that nobody waited for."""
+        if self._coming:
+            self._arrived[self._coming[-1].place].wait()
+            self._coming.clear()
+            self._waiting.clear()
 
     def add(self, layer: int, keys: Keys) -> None:
         """Ask for slices of a layer, in this order."""
