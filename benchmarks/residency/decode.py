@@ -11,6 +11,7 @@ own: greedy output of random weights loops, and loops hit.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def executor_of(
     shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots)
     return make_executor(
         device, store, shape, Activation("swiglu_clamped"), threads=options.threads,
-        cpus=tuple(range(1, options.threads + 1)),
+        cpus=tuple(sorted(os.sched_getaffinity(0))[1 : options.threads + 1]),
         rates=rates_of(options, store.layout.slice_nbytes),
     )  # fmt: skip
 

@@ -24,27 +24,19 @@ from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import CudaDevice
 from headrace.ops import registry
+from headrace.ops.expert_keep import NOWHERE
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_chunk import GroupedChunk, GroupedTuning
 
 ACT = Activation("swiglu_clamped")
-GATE_UP = {
-    "gate_up_few": [(64, 16, 64, 4, 3), (64, 16, 64, 4, 4), (32, 16, 64, 4, 3), (64, 16, 128, 4, 3)],
-    "gate_up_many": [
-        (128, 128, 32, 8, 3), (64, 128, 32, 4, 3), (64, 64, 64, 4, 3), (128, 64, 64, 8, 3),
-        (64, 64, 32, 4, 4),
-    ],
+TILES = {
+    (0, "few", 64): [(64, 16, 64, 4, 3)],
+    (1, "few", 64): [(64, 16, 64, 4, 3), (64, 16, 32, 4, 4), (64, 16, 32, 4, 3)],
+    (0, "some", 2048): [(64, 64, 32, 4, 4), (64, 64, 32, 4, 3), (64, 32, 64, 4, 3)],
+    (1, "some", 2048): [(64, 64, 32, 4, 4), (64, 64, 32, 4, 3), (64, 32, 64, 4, 3), (128, 64, 32, 8, 3)],
+    (0, "many", 8192): [(64, 128, 32, 4, 3), (64, 128, 32, 4, 4), (64, 256, 32, 8, 3)],
+    (1, "many", 8192): [(64, 128, 32, 4, 3), (64, 128, 32, 4, 4), (128, 128, 32, 8, 3)],
 }  # fmt: skip
-DOWN = {
-    "down_few": [(64, 16, 64, 4, 3), (32, 16, 64, 4, 3), (64, 16, 32, 4, 4)],
-    "down_many": [
-        (64, 64, 64, 4, 3),
-        (64, 128, 32, 4, 3),
-        (128, 64, 32, 8, 3),
-        (128, 128, 32, 8, 3),
-    ],
-}
-FEW_TOKENS, MANY_TOKENS = 64, 4096
 
 
 def make(store: HostStore, slots: int) -> GpuPaths:
@@ -87,14 +79,14 @@ def float64(store: HostStore, x: torch.Tensor, ids: torch.Tensor, weights: torch
 
 def run(chunk: Any, inputs: Any, work: Any) -> torch.Tensor:
     chunk.begin(0, *inputs)
-    chunk.stage([work])
+    chunk.stage(work, [len(work)])
     chunk.compute(0)
     return chunk.finish()
 
 
 def entries(layout: Any) -> Any:
     keys = torch.arange(geo.EXPERTS * layout.num_slices, dtype=torch.int32)
-    return torch.stack([keys, keys, torch.zeros_like(keys)], 1).numpy()
+    return torch.stack([keys, keys, torch.full_like(keys, NOWHERE)], 1).numpy()
 
 
 def timed(work: Any, repeats: int = 5) -> float:
@@ -113,7 +105,8 @@ def speeds(paths: GpuPaths, tuning: GroupedTuning, tokens: int, halves: str) -> 
     geometry = geometry_of(registry.gpu_experts(), paths.layout)
     chunk = GroupedChunk(geometry, paths.state, paths.arena, ACT, tuning)
     chunk.begin(0, *routed(tokens))
-    chunk.stage([entries(paths.layout)])
+    work = entries(paths.layout)
+    chunk.stage(work, [len(work)])
     work = chunk.launches[0]
     flop = 2 * tokens * geo.TOP_K * geo.HIDDEN * geo.INTERMEDIATE
     found: dict[str, float] = {}
@@ -126,15 +119,16 @@ def speeds(paths: GpuPaths, tuning: GroupedTuning, tokens: int, halves: str) -> 
     return found
 
 
-def configurations() -> list[tuple[str, str, Any, int]]:
-    """(half, field, tile, tokens)."""
-    found = []
-    for half, table in (("gate_up", GATE_UP), ("down", DOWN)):
-        for field, tiles in table.items():
-            tokens = FEW_TOKENS if field.endswith("few") else MANY_TOKENS
-            found += [(half, field, tile, tokens) for tile in tiles]
-    found += [("down", "ranges", n, MANY_TOKENS) for n in (1, 6)]
-    return found + [("down", "ranges", n, FEW_TOKENS) for n in (1, 6)]
+def configurations() -> list[tuple[str, GroupedTuning, int]]:
+    """(half, tuning, tokens)."""
+    found: list[tuple[str, GroupedTuning, int]] = []
+    for (half, field, tokens), tiles in TILES.items():
+        for tile in tiles:
+            pair = list(getattr(GroupedTuning(), field))
+            pair[half] = tile
+            changed = replace(GroupedTuning(), **{field: tuple(pair)})
+            found.append((("gate_up", "down")[half], changed, tokens))
+    return found
 
 
 def check(store: HostStore, paths: GpuPaths, say: Any) -> None:
@@ -169,17 +163,16 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--compile", help="only compile every n-th configuration: first/n")
     options = parser.parse_args()
-    tuning = GroupedTuning()
     layout = geo.layout()
     if options.compile:
         first, step = map(int, options.compile.split("/"))
         store = random_store(layout, 1, geo.EXPERTS, seed=2, threads=2, pin=False)
         paths = make(store, 640)
-        for half, field, tile, tokens in configurations()[first::step]:
+        for half, tuning, tokens in configurations()[first::step]:
             try:
-                speeds(paths, replace(tuning, **{field: tile}), tokens, half)
+                speeds(paths, tuning, tokens, half)
             except Exception as error:
-                print(field, tile, repr(error)[:200], flush=True)
+                print(half, tuning, repr(error)[:200], flush=True)
         return
     figures: dict[str, Any] = {}
     begin = time.perf_counter()
@@ -194,16 +187,14 @@ def main() -> None:
     if not options.sweep:
         check(store, paths, say)
     for tokens in (10, 64, 512, 2048, 8192):
-        say(f"speed_{tokens}", speeds(paths, tuning, tokens, "gate_up down"))
+        say(f"speed_{tokens}", speeds(paths, GroupedTuning(), tokens, "gate_up down"))
     if options.sweep:
-        for half, field, tile, tokens in configurations():
+        for half, tuning, tokens in configurations():
+            tile = tuning.tiles(tokens * geo.TOP_K // geo.EXPERTS)[half == "down"]
             try:
-                say(
-                    f"{field} {tile} {tokens}",
-                    speeds(paths, replace(tuning, **{field: tile}), tokens, half),
-                )
+                say(f"{half} {tile} {tokens}", speeds(paths, tuning, tokens, half))
             except Exception as error:
-                say(f"{field} {tile}", repr(error)[:200])
+                say(f"{half} {tile}", repr(error)[:200])
     geo.report("residency/grouped", figures, options.out)
 
 

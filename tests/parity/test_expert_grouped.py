@@ -72,7 +72,8 @@ def _error(found: torch.Tensor, want: np.ndarray) -> float:
 
 def _run(chunk, layer: int, x, ids, weights, work: list[list[tuple[int, int, int]]]):
     chunk.begin(layer, x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
-    chunk.stage([np.array(one, np.int32).reshape(-1, 3) for one in work])
+    ends = np.cumsum([len(one) for one in work]).tolist()
+    chunk.stage(np.array([e for one in work for e in one], np.int32).reshape(-1, 3), ends)
     for number in range(len(work)):
         chunk.compute(number)
     return chunk.finish()
@@ -83,12 +84,13 @@ def test_work_lists_in_any_order_add_up(store: HostStore) -> None:
     paths = _paths(store, everything)
     paths.fill(list(range(everything)))
     first = EXPERTS * SLICES  # of layer 1
-    entries = [(first + key, key, 0) for key in range(first)]
+    entries = [(first + key, key, -1) for key in range(first)]
     x, ids, weights = _random(21, 5)
     ids[4] = -1
     ids[7] = torch.tensor([3, 3])  # counts with both weights
     want = _want(store, 1, x, ids.tolist(), weights)
-    work = [entries[7:], [], entries[:3], entries[3:7][::-1]]
+    # Experts 4 and half of 3; nothing; 1 and 0; 2 and the other half.
+    work = [entries[7:], [], entries[2:4] + entries[:2][::-1], entries[4:7]]
     found = _run(paths.chunk(ACT), 1, x, ids, weights, work)
     assert _error(found, want) < 1e-2  # activations in bfloat16
     again = _run(paths.chunk(ACT), 1, x, ids, weights, work)
@@ -102,7 +104,7 @@ def test_a_slice_that_is_not_listed_is_not_added(store: HostStore) -> None:
     ids[:] = 1
     ids[:, 1] = -1
     one, other = (
-        _run(paths.chunk(ACT), 0, x, ids, weights, [[(slot, slot, 0)]]).cpu() for slot in (2, 3)
+        _run(paths.chunk(ACT), 0, x, ids, weights, [[(slot, slot, -1)]]).cpu() for slot in (2, 3)
     )
     want = _want(store, 0, x, ids.tolist(), weights)
     assert _error(one + other, want) < 1e-2
@@ -116,17 +118,20 @@ def test_the_most_used_streamed_slices_take_slots_of_the_least_used(store: HostS
     paths.slots(transit, 2).copy_(store.slab(0, 3))
     x, _, weights = _random(9, 1)
     ids = torch.tensor([[0, 3]] * 3 + [[3, 0]] * 3 + [[1, 3]] * 3, dtype=torch.int32)
-    work = [[(transit, 6, 1), (transit + 1, 7, 1)], [(slot, slot, 0) for slot in range(4)]]
+    hits = [(slot, slot, -1) for slot in range(4)]
+    work = [hits, [(transit, 6, -2), (transit + 1, 7, -2)]]
     found = _run(paths.chunk(ACT), 0, x, ids, weights, work)
+    assert _error(found, _want(store, 0, x, ids.tolist(), weights)) < 1e-2
     # 9 uses of expert 3 are more than twice 3 uses of expert 1, whose slices leave in order.
-    slots = paths.residency()[0].tolist()
-    assert slots[:8] == [0, 1, -1, -1, -1, -1, 2, 3]
+    assert paths.residency()[0].tolist()[:8] == [0, 1, -1, -1, -1, -1, 2, 3]
     assert torch.equal(paths.slots(2, 2).cpu(), store.slab(0, 3))
     assert paths.view().owner_of.tolist() == [0, 1, 6, 7]
-    # The launch of hits came after the copy and read what replaced expert 1: callers list hits
-    # first, or their slots' new owners' bytes are read. Expert 0's tokens are untouched by that.
-    want = _want(store, 0, x, ids.tolist(), weights)
-    assert _error(found[:6], want[:6]) < 1e-2
+    # Told to, slices of expert 0 make room, too.
+    work = [[(transit, 8, 1), (transit + 1, 9, 0)]]
+    paths.slots(transit, 2).copy_(store.slab(0, 4))
+    _run(paths.chunk(ACT), 0, x, ids, weights, work)
+    assert paths.residency()[0].tolist() == [-1, -1, -1, -1, -1, -1, 2, 3, 1, 0]
+    assert torch.equal(paths.slots(0, 2).cpu(), store.slab(0, 4)[[1, 0]])
 
 
 def test_a_long_chunk_streams_all_layers_without_knowing_the_routing(store: HostStore) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.ops.expert_keep import choose_kept
+from headrace.ops.expert_keep import ASK_DEVICE, choose_kept
 
 # Computes one slice for some tokens: (slice bytes, x [n, hidden]) -> float32 [n, hidden].
 SliceProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Work = npt.NDArray[np.int32]  # [n, 3]: slot, key (expert * slices + slice), whether it was streamed
+# [n, 3]: slot, key (expert * slices + slice), the slot that it is to stay in (NOWHERE, ASK_DEVICE)
+Work = npt.NDArray[np.int32]
 
 
 class ChunkCompute(Protocol):
@@ -28,17 +29,13 @@ class ChunkCompute(Protocol):
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k]."""
         ...
 
-    def stage(self, launches: Sequence[Work]) -> None:
-        """Say what will be computed. Of streamed slices, the most used are to stay in the cache."""
+    def stage(self, work: Work, ends: Sequence[int]) -> None:
+        """Say what will be computed; a launch ends at each of ``ends``. The entries of an expert in a
+        launch are neighbours."""
         ...
 
     def compute(self, number: int) -> None:
         """Add launch ``number`` to the sum."""
-        ...
-
-    @property
-    def out(self) -> torch.Tensor:
-        """The sum so far, float32 [T, D]."""
         ...
 
     def finish(self) -> torch.Tensor:
@@ -84,7 +81,7 @@ class SliceChunk:
         self._layer = 0
         self._x = self._out = torch.zeros(0)
         self._uses: dict[int, _Uses] = {}
-        self._launches: Sequence[Work] = ()
+        self._launches: list[Work] = []
         self._staying: dict[int, int] = {}  # key -> slot
         self._owners: dict[int, int] = {}  # slot -> key
 
@@ -93,20 +90,20 @@ class SliceChunk:
         self._out = torch.zeros_like(x)
         self._uses = _uses(ids.cpu(), weights)
 
-    def stage(self, launches: Sequence[Work]) -> None:
-        self._launches, self._staying = launches, {}
-        work = np.concatenate([*launches, np.zeros((0, 3), np.int32)])
-        streamed = work[work[:, 2] > 0, 1]
-        if not len(streamed):
-            return
+    def stage(self, work: Work, ends: Sequence[int]) -> None:
+        self._launches = [work[a:b] for a, b in zip([0, *ends[:-1]], ends)]
+        stay = work[:, 2].copy()
         slots = self._table.residency()[self._layer]
-        counts = np.zeros(len(slots), np.int32)
-        for expert, uses in self._uses.items():
-            counts[expert * self._num_slices : (expert + 1) * self._num_slices] = len(uses.rows)
-        came = np.zeros(len(slots), np.bool_)
-        came[streamed] = True
-        dest = choose_kept(*map(torch.from_numpy, (counts, slots, came))).numpy()  # pyright: ignore
-        self._staying = {int(key): int(dest[key]) for key in np.flatnonzero(dest >= 0)}
+        asked = stay == ASK_DEVICE
+        if asked.any():
+            counts, came = np.zeros(len(slots), np.int32), np.zeros(len(slots), np.bool_)
+            for expert, uses in self._uses.items():
+                counts[expert * self._num_slices : (expert + 1) * self._num_slices] = len(uses.rows)
+            came[work[asked, 1]] = True
+            dest = choose_kept(*map(torch.tensor, (counts, slots, came))).numpy()
+            stay[asked] = dest[work[asked, 1]]
+        kept = stay >= 0
+        self._staying = dict(zip(work[kept, 1].tolist(), stay[kept].tolist()))
         self._owners = {int(slots[key]): int(key) for key in np.flatnonzero(slots >= 0)}
 
     def compute(self, number: int) -> None:
@@ -118,10 +115,6 @@ class SliceChunk:
                 self._out.index_add_(0, uses.rows, y.mul_(uses.weights.unsqueeze(1)))
             if key in self._staying:
                 self._table.slots(self._staying[key], 1)[0].copy_(piece)
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self._out
 
     def finish(self) -> torch.Tensor:
         changes = [(slot, self._owners[slot], key) for key, slot in self._staying.items()]

@@ -32,6 +32,32 @@ def work_of(
     ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[int] | Keys, num_slices: int
 ) -> Items:
     """The items of these slices (expert * slices + slice, ascending) with all pairs of the chunk."""
+    chosen_ids: npt.NDArray[np.int32] = ids.numpy()
+    ordered = np.sort(chosen_ids, 1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+        return _merged_work(ids, weights, keys, num_slices)
+    # The CPU waits for this: without the general case's searches it takes a quarter of the time.
+    flat = chosen_ids.ravel()
+    order = np.argsort(flat, kind="stable")
+    order = order[np.count_nonzero(flat < 0) :]
+    counts = np.bincount(flat[order])
+    starts = np.cumsum(counts) - counts
+    wanted = np.asarray(keys)
+    expert = wanted // num_slices
+    items = np.stack([expert, wanted % num_slices, starts[expert], counts[expert]], 1)
+    pair_weight: npt.NDArray[np.float32] = weights.numpy().ravel()[order]
+    tensor = torch.from_numpy  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return Items(
+        tensor(items.astype(np.int32)),
+        tensor((order // ids.shape[1]).astype(np.int32)),
+        tensor(pair_weight),
+    )
+
+
+def _merged_work(
+    ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[int] | Keys, num_slices: int
+) -> Items:
+    """The same where rows name an expert twice."""
     everything = items_of(ids, weights, num_slices)
     items: npt.NDArray[np.int32] = everything.items.numpy()
     index = items[:, 0] * num_slices + items[:, 1]

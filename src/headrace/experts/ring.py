@@ -17,8 +17,6 @@ import torch
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device, Event
 
-_LONG = 16  # experts in a long ring
-
 Keys = npt.NDArray[np.int32]  # of a layer: expert * slices + slice
 
 
@@ -33,14 +31,9 @@ class RingChunk:
 
 
 def places_of(num_slots: int, num_slices: int) -> tuple[int, int]:
-    """(places, slots of a place): whole experts where there is room for two of them.
-
-    A place of one expert is 0.24 ms of PCIe 5, two to three times what its launches take the host; a
-    long ring has places of two.
-    """
-    size = max(1, min(num_slices, num_slots // 2))
-    if num_slots >= _LONG * num_slices:
-        size *= 2
+    """(places, slots of a place): two experts where there is room for two such places, that is 0.48 ms
+    of PCIe 5, several times what the launches of a place take the host."""
+    size = max(1, min(2 * num_slices, num_slots // 2))
     return num_slots // size, size
 
 
@@ -92,15 +85,19 @@ class ChunkRing:
             self._waiting.append((layer, keys[start : start + self.size]))
         self._send()
 
-    def take(self, layer: int) -> list[Keys]:
-        """The chunks of a layer that are on their way or waiting, in order."""
-        coming = [chunk.keys for chunk in self._coming if chunk.layer == layer]
-        return coming + [keys for at, keys in self._waiting if at == layer]
-
-    def slots_of(self, count: int) -> list[int]:
-        """First slots of the next ``count`` chunks."""
-        done = self._sent - len(self._coming)
-        return [self._first + (done + i) % self.places * self.size for i in range(count)]
+    def take(self, layer: int) -> tuple[Keys, Keys, list[int]]:
+        """Of the slices of a layer that are on their way or waiting, which must be the next ones: keys,
+        slots, and where in these lists each chunk ends."""
+        chunks = [chunk.keys for chunk in self._coming if chunk.layer == layer]
+        chunks += [keys for at, keys in self._waiting if at == layer]
+        sizes = [len(keys) for keys in chunks]
+        keys = np.concatenate([np.zeros(0, np.int32), *chunks])
+        chunk = np.repeat(np.arange(len(chunks)), sizes)
+        ends = np.cumsum(sizes, dtype=np.int32)
+        place = (self._sent - len(self._coming) + chunk) % self.places if len(keys) else chunk
+        inside = np.arange(len(keys)) - (ends[chunk] - np.array(sizes, np.int32)[chunk])
+        slots = self._first + place * self.size + inside
+        return keys, slots.astype(np.int32), ends.tolist()
 
     def chunks(self, count: int) -> Generator[RingChunk, None, None]:
         """The next chunks in order; one is valid on the current stream until the next is asked for."""

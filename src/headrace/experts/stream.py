@@ -21,12 +21,15 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.experts.chunk import ChunkCompute, SlotTable, Work
+from headrace.experts.chunk import ChunkCompute, SlotTable
 from headrace.experts.plan_oracle import FREE, PlanShape
 from headrace.experts.prefill import expected_distinct
 from headrace.experts.ring import ChunkRing, Keys
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
+from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
+
+Counts = npt.NDArray[np.int32]
 
 # How fast the CPU's share follows what one layer showed: a prompt of 18 layers settles it.
 _LEARN = 0.25
@@ -141,19 +144,33 @@ class StreamPrefill:
         """Every expert, whatever the routing."""
         self._compute.begin(layer, x, ids, weights)
         slots = self._residency[layer]
-        hits = _work(slots, _keys(slots != FREE))
-        chunks = self._ring.take(layer)
-        self._compute_all(hits, chunks)
+        hits = _keys(slots != FREE)
         self.hit += len(hits)
-        self.fetched += sum(map(len, chunks))
+        self.fetched += self._compute_all(layer, slots, hits, None)
         return self._compute.finish()
 
-    def _compute_all(self, hits: Work, chunks: Sequence[Keys]) -> None:
-        """Hits first: what arrives may take their slots."""
-        self._compute.stage([hits, *self._arriving(chunks)])
+    def _compute_all(
+        self, layer: int, slots: npt.NDArray[np.int32], hits: Keys, uses: Counts | None
+    ) -> int:
+        """Hits, and what the ring brings; how many those are. Hits first: what arrives may take their
+        slots.
+
+        slots: of the layer's keys; uses: tokens of each key's expert; None if only the device knows.
+        """
+        keys, places, ends = self._ring.take(layer)
+        stay = np.full(len(keys), ASK_DEVICE, np.int32)
+        if uses is not None and len(keys):
+            came = np.zeros(len(slots), np.bool_)
+            came[keys] = True
+            stay = choose_kept(*map(torch.tensor, (uses, slots, came))).numpy()[keys]
+        work = np.empty((len(hits) + len(keys), 3), np.int32)
+        work[: len(hits)] = np.stack([slots[hits], hits, np.full_like(hits, NOWHERE)], 1)
+        work[len(hits) :] = np.stack([places, keys, stay], 1)
+        self._compute.stage(work, [len(hits), *(len(hits) + end for end in ends)])
         self._compute.compute(0)
-        for number, _ in enumerate(self._ring.chunks(len(chunks)), 1):
+        for number, _ in enumerate(self._ring.chunks(len(ends)), 1):
             self._compute.compute(number)
+        return len(keys)
 
     def _route(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -168,9 +185,9 @@ class StreamPrefill:
         self._learn()
         flat: Any = host_ids.numpy().ravel()
         uses = np.bincount(flat[flat >= 0], minlength=self._shape.num_experts)
-        uses = np.repeat(uses, self._shape.num_slices)
+        uses = np.repeat(uses, self._shape.num_slices).astype(np.int32)
         slots = self._residency[layer]
-        hits = _work(slots, _keys((uses > 0) & (slots != FREE)))
+        hits = _keys((uses > 0) & (slots != FREE))
         missing = _keys((uses > 0) & (slots == FREE))
         # The most used first: those the cache may keep; the CPU takes the others.
         missing = missing[np.argsort(-uses[missing], kind="stable")]
@@ -179,13 +196,14 @@ class StreamPrefill:
             self._cpu.begin(layer, host_ids, host_weights, on_cpu)
         self._sent = len(streamed), len(on_cpu)
         self._ring.add(layer, streamed)
-        self._compute_all(hits, self._ring.take(layer))
+        self._compute_all(layer, slots, hits, uses)
+        out = self._compute.finish()
         if self._cpu is not None and len(on_cpu):
-            self._cpu.add_to(self._compute.out)
+            self._cpu.add_to(out)
         self.hit += len(hits)
         self.fetched += len(streamed)
         self.on_cpu += len(on_cpu)
-        return self._compute.finish()
+        return out
 
     def _learn(self) -> None:
         """Correct the CPU's share by how long both paths took for the layer before, if both worked.
@@ -216,15 +234,6 @@ class StreamPrefill:
         to[1].copy_(weights, non_blocking=True)
         self._known.record()
         return to
-
-    def _arriving(self, chunks: Sequence[Keys]) -> list[Work]:
-        """Work lists of the ring's next chunks."""
-        return [
-            np.stack([np.arange(first, first + len(keys)), keys, np.ones(len(keys))], 1).astype(
-                np.int32
-            )
-            for first, keys in zip(self._ring.slots_of(len(chunks)), chunks)
-        ]
 
     def _share(self, layer: int, missing: Keys, num_tokens: int) -> tuple[Keys, Keys]:
         """(what is streamed, what the CPU computes), both ascending; ``missing`` by falling use.
@@ -260,8 +269,3 @@ class StreamPrefill:
 
 def _keys(where: npt.NDArray[np.bool_]) -> Keys:
     return np.flatnonzero(where).astype(np.int32)
-
-
-def _work(slots: npt.NDArray[np.int32], keys: Keys) -> Work:
-    """Entries of slices that lie in slots."""
-    return np.stack([slots[keys], keys, np.zeros_like(keys)], 1)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+# In a work list, where a slice is to stay: a slot, nowhere, or as the device decides by the routing.
+NOWHERE = -1
+ASK_DEVICE = -2
+
 
 def choose_kept(uses: torch.Tensor, slots: torch.Tensor, streamed: torch.Tensor) -> torch.Tensor:
     """Slots that streamed slices of a layer take over: int32 [keys], -1: none.

@@ -5,9 +5,10 @@ work list of (slot, expert * S + slice) and finds each entry's pairs by itself, 
 know the routing. Weight rows are the M of the tensor cores' product, unpacked in registers, tokens its
 N.
 
-Down's programs own a band of output columns and a range of tokens, take the entries in order and add
-to ``out`` in place: no two programs meet, so sums run in a fixed order without partial results in
-memory, which for 8,192 tokens would take 2 GB.
+Each pair has a row of outputs of its own, to which the launches add one after the other; in one launch
+the slices of an expert follow each other and are added up in registers. So no two programs meet, and
+all sums run in a fixed order. (Adding to the token's row instead saves these rows, but then an output's
+programs must take all experts in turn: 47 TFLOP/s at best on an H200, where gate and up reach 200.)
 
 MXFP4: two codes share a byte, so x and h hold the even columns of a row (for h: of a slice) before the
 odd ones, and low and high codes are two products. A code's bits, moved into a float32's exponent and
@@ -26,7 +27,8 @@ import triton.language as tl
 
 from headrace.ops.triton.expert_rows import BLOCK, gated
 
-# Words of a work list's entry: slot, key, whether it was streamed; and one that keeps lists aligned.
+# Words of a work list's entry: slot, key, where it is to stay, and, at the first of an expert's entries,
+# how many there are, else 0.
 ENTRY = tl.constexpr(4)
 UNSCALE = tl.constexpr(2.0**64)
 _BIAS_OF_SCALE = tl.constexpr(62)  # 127 + 126 - 127 - 64
@@ -90,25 +92,24 @@ def _columns(x, at, there, END: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def grouped_gate_up(
     arena, work, bounds, order, x, h, top_k,
-    PACKED: tl.constexpr, RANGES: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    PACKED: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice's columns] = act(gate x, up x).
 
-    arena: uint8; work: int32 [n, 4]; bounds: int32 [E * RANGES + 1], pairs of each expert and range of
-    tokens; order: int64 [pairs], places in [T, top_k] by expert and token; x: bfloat16 [T, HIDDEN]; h:
-    bfloat16 [pairs, S * WIDTH]. Grid: n * ceil(WIDTH / ROWS), and how many programs share the tokens.
-    COLS: columns at once, for MXFP4 bytes.
+    arena: uint8; work: int32 [n, 4]; bounds: int32 [E + 1], first pairs of the experts; order: int64
+    [pairs], places in [T, top_k] by expert and token; x: bfloat16 [T, HIDDEN]; h: bfloat16 [pairs,
+    S * WIDTH]. Grid: n * ceil(WIDTH / ROWS), and how many programs share the tokens. COLS: columns at
+    once, for MXFP4 bytes.
     """
     num_tiles: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     entry = work + (tl.program_id(0) // num_tiles) * ENTRY
     base = arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES
     key = tl.load(entry + 1)
     expert, piece = key // S, key % S
-    begin = tl.load(bounds + expert * RANGES)
-    last = tl.load(bounds + (expert + 1) * RANGES)
+    begin, last = tl.load(bounds + expert), tl.load(bounds + expert + 1)
     i = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
     ok = i < WIDTH
     for start in range(begin + tl.program_id(1) * TOKENS, last, tl.num_programs(1) * TOKENS):
@@ -146,31 +147,34 @@ def grouped_gate_up(
         tl.store(target, act, mask=ok[:, None] & there[None, :])
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit
 def grouped_down(
-    arena, work, num_entries, bounds, order, weights, h, out, top_k,
-    PACKED: tl.constexpr, RANGES: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    arena, work, bounds, order, h, y,
+    PACKED: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """out[token] += weight * (down h + bias) of every entry, in order.
+    """y[place] += down h + bias, over the entries of an expert.
 
-    weights: float32 [T * top_k]; out: float32 [T, HIDDEN]. Grid: ceil(HIDDEN / ROWS), RANGES.
+    y: bfloat16 or float32 [T * top_k, HIDDEN]. Grid: as ``grouped_gate_up``, with ceil(HIDDEN / ROWS).
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    num_tiles: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
+    entry = work + (tl.program_id(0) // num_tiles) * ENTRY
+    count = tl.load(entry + 3)
+    row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
     ok = row < HIDDEN
-    for number in range(0, num_entries):
-        entry = work + number * ENTRY
-        base = arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES
-        key = tl.load(entry + 1)
-        own = bounds + (key // S) * RANGES + tl.program_id(1)
-        begin, last = tl.load(own), tl.load(own + 1)
-        for start in range(begin, last, TOKENS):
-            pair = start + tl.arange(0, TOKENS)
-            there = pair < last
-            inner = h + pair.to(tl.int64) * (S * WIDTH) + (key % S) * WIDTH
-            acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    expert = tl.load(entry + 1) // S
+    begin, last = tl.load(bounds + expert), tl.load(bounds + expert + 1)
+    last = tl.where(count > 0, last, begin)
+    for start in range(begin + tl.program_id(1) * TOKENS, last, tl.num_programs(1) * TOKENS):
+        pair = start + tl.arange(0, TOKENS)
+        there = pair < last
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        for number in range(0, count):
+            base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
+            piece = tl.load(entry + number * ENTRY + 1) % S
+            inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
             if PACKED:
                 half: tl.constexpr = WIDTH // 2
                 for at in range(0, half, COLS):
@@ -179,21 +183,32 @@ def grouped_down(
                     acc = _packed_dot(
                         acc, base, AT_CODES, AT_SCALES, row, ok, at, x0, x1, WIDTH, ROWS, COLS
                     )
-                acc *= UNSCALE
             else:
                 for at in range(0, WIDTH, COLS):
                     value = _columns(inner, at, there, WIDTH, COLS)
                     acc = _plain_dot(acc, base, AT_CODES, row, ok, at, value, WIDTH, COLS)
-            if HAS_BIAS:
+        if PACKED:
+            acc *= UNSCALE
+        if HAS_BIAS:
+            for number in range(0, count):
+                base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
                 bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
                 acc += tl.load(bias + row, mask=ok, other=0.0)[:, None]
-            place = tl.load(order + pair, mask=there, other=0)
-            weight = tl.load(weights + place, mask=there, other=0.0)
-            target = out + (place // top_k)[None, :] * HIDDEN + row[:, None]
-            mask = ok[:, None] & there[None, :]
-            # Another thread of this program may have written what this one adds to.
-            tl.debug_barrier()
-            tl.store(
-                target, tl.load(target, mask=mask, other=0.0) + acc * weight[None, :], mask=mask
-            )
-            tl.debug_barrier()
+        place = tl.load(order + pair, mask=there, other=0)
+        target = y + place[None, :] * HIDDEN + row[:, None]
+        mask = ok[:, None] & there[None, :]
+        acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target, acc.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grouped_sum(y, weights, out, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr):
+    """out[token] = sum of weight * y over its places. weights: float32 [T, TOP_K]; out: float32."""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    acc = tl.zeros([COLS], tl.float32)
+    for i in tl.static_range(TOP_K):
+        place = token * TOP_K + i
+        value = tl.load(y + place * HIDDEN + c, mask=c < HIDDEN, other=0.0).to(tl.float32)
+        acc += value * tl.load(weights + place)
+    tl.store(out + token * HIDDEN + c, acc, mask=c < HIDDEN)

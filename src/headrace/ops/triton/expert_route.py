@@ -9,7 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.ops.expert_keep import ASK_DEVICE
 from headrace.ops.triton.expert_grouped import ENTRY
+
+ASK = tl.constexpr(ASK_DEVICE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -17,7 +20,7 @@ def pair_keys(
     ids, weights, keys, merged, num_tokens,
     TOP_K: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What pairs are sorted by: expert * T + token, or -1 for nothing.
+    """What pairs are sorted by: the expert, or -1 for nothing.
 
     ids: int32, weights: float32, keys: int32, merged: float32, all [T, TOP_K]. An expert that a row
     names twice counts once, with both weights.
@@ -37,7 +40,7 @@ def pair_keys(
         total += tl.where(same, weight[:, None], 0.0)
         again += (same & (place > i)).to(tl.int32)
     used = (own >= 0) & (again == 0)
-    tl.store(keys + at, tl.where(used, own * num_tokens + t[:, None], -1), mask=inside)
+    tl.store(keys + at, tl.where(used, own, -1), mask=inside)
     tl.store(merged + at, total, mask=inside)
 
 
@@ -59,12 +62,19 @@ def copy_words(source, target, count, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _staying(entry, dest, mask):
+    """Slots that entries are to stay in, -1: none. ASK: what ``dest`` says of the key."""
+    to = tl.load(entry + 2, mask=mask, other=-1)
+    asked = tl.load(dest + tl.load(entry + 1, mask=mask, other=0), mask=mask, other=-1)
+    return tl.where(to == ASK, asked, to)
+
+
+@triton.jit
 def keep_slices(arena, work, dest, SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr):
-    """Copy entries of a work list whose key has a slot in ``dest``, int32 [E * S], -1: none, there."""
+    """Copy the entries of a work list that are to stay. dest: int32 [E * S], by key."""
     entry = work + tl.program_id(0) * ENTRY
-    to = tl.load(dest + tl.load(entry + 1))
-    streamed = tl.load(entry + 2)
-    if (to >= 0) & (streamed != 0):
+    to = _staying(entry, dest, True)
+    if to >= 0:
         source = (arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES).to(tl.pointer_type(tl.int64))
         target = (arena + to.to(tl.int64) * SLICE_NBYTES).to(tl.pointer_type(tl.int64))
         num_words: tl.constexpr = SLICE_NBYTES // 8
@@ -73,16 +83,19 @@ def keep_slices(arena, work, dest, SLICE_NBYTES: tl.constexpr, WORDS: tl.constex
             tl.store(target + at, tl.load(source + at, mask=at < num_words), mask=at < num_words)
 
 
-@triton.jit(do_not_specialize=["first_key"])
-def keep_tables(dest, slot_of, owner_of, first_key, num_keys, BLOCK: tl.constexpr):
-    """Enter what ``keep_slices`` copied into the cache's tables; keys from ``first_key`` on."""
-    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    to = tl.load(dest + key, mask=key < num_keys, other=-1)
+@triton.jit(do_not_specialize=["num_entries", "first_key"])
+def keep_tables(work, num_entries, dest, slot_of, owner_of, first_key, BLOCK: tl.constexpr):
+    """Enter what ``keep_slices`` copied into the cache's tables; the layer's keys from ``first_key``."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = work + number * ENTRY
+    inside = number < num_entries
+    to = _staying(entry, dest, inside)
+    key = first_key + tl.load(entry + 1, mask=inside, other=0)
     stays = to >= 0
     old = tl.load(owner_of + to, mask=stays, other=-1)
     tl.store(slot_of + old, -1, mask=stays & (old >= 0))
-    tl.store(slot_of + first_key + key, to, mask=stays)
-    tl.store(owner_of + to, first_key + key, mask=stays)
+    tl.store(slot_of + key, to, mask=stays)
+    tl.store(owner_of + to, key, mask=stays)
 
 
 @triton.jit(do_not_specialize=["seq"])
