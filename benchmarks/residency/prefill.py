@@ -10,6 +10,9 @@ the rate that it had while it was busy.
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -126,6 +129,14 @@ def profile(work: Callable[[], float], layers: int) -> dict[str, Any]:
     }
 
 
+def host_profile(work: Callable[[], float]) -> str:
+    """Python's own functions by time; the profiler slows them, so compare, do not add up."""
+    seen, text = cProfile.Profile(), io.StringIO()
+    seen.runcall(work)
+    pstats.Stats(seen, stream=text).sort_stats("tottime").print_stats(22)
+    return text.getvalue()
+
+
 def _union_us(spans: Iterable[tuple[float, float]]) -> float:
     total, end = 0.0, 0.0
     for a, b in sorted(spans):
@@ -180,6 +191,8 @@ def main() -> None:
             say("last_10", chunk.report(took[-1]))
             say("driver_used_gib", (free_before - device.memory().free_nbytes) / decode.GIB)
             if options.profile:
+                for tokens in (10, 64):
+                    print(host_profile(lambda n=tokens: chunk(n)), flush=True)
                 for tokens in (64, 10, 2048, LONGEST):
                     say(f"profile_{tokens}", profile(lambda n=tokens: chunk(n), options.layers))
         figures["total_s"] = time.perf_counter() - begin
