@@ -25,7 +25,7 @@ from headrace.formats.base import dequantize
 from headrace.machine.device import CudaDevice
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_plan import COUNT_HITS
-from headrace.ops.triton.experts import BlockTuning, Tuning
+from headrace.ops.triton.experts import BlockTuning, Tuning, slice_product
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8
 ACT = Activation()
@@ -112,8 +112,8 @@ def check(fmt: str) -> dict[str, Any]:
     found = bench.paths.launcher.partial[place].double().sum(0)
     error = float((found - want).abs().max() / want.abs().max())
     piece = bench.store.slab(0, 0).to("cuda")
-    product = bench.paths.product(ACT)
-    many = sum(product(0, part, bench.x)[0].double() for part in piece)
+    geometry = bench.paths.launcher._layers[0]
+    many = sum(slice_product(geometry, part, bench.x, ACT)[0].double() for part in piece)
     tiles = float((many - want).abs().max() / want.abs().max())
     exact = same_bits(bench, whole)
     return {

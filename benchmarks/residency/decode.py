@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 import traceback
 from typing import Any
@@ -60,7 +61,7 @@ def executor_of(
     shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots, prefetch)
     return make_executor(
         device, store, shape, Activation("swiglu_clamped"), threads=options.threads,
-        cpus=tuple(range(1, options.threads + 1)),
+        cpus=tuple(sorted(os.sched_getaffinity(0))[1 : options.threads + 1]),
         rates=rates_of(options, store.layout.slice_nbytes),
     )  # fmt: skip
 

@@ -10,12 +10,13 @@ import torch
 
 from headrace.core.numeric import FORMATS
 from headrace.experts.executor import ExecutorShape
-from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.gpu_paths import GpuPaths, geometry_of
 from headrace.experts.request_block import request_block
 from headrace.experts.slab_pack import layouts_of
 from headrace.experts.store import HostStore, build_store
 from headrace.machine.device import CudaDevice, HostDevice
 from headrace.ops.records import Activation, ExpertWeights
+from headrace.ops.registry import gpu_experts
 from tests.fixtures.cpu_oracle import activation, values_of
 from tests.fixtures.expert_slabs import CLAMPED, SILU, matrix
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton
@@ -130,10 +131,11 @@ def test_every_format_gives_the_float64_result(name: str) -> None:
 
 @pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: "+".join("/".join(k) for k in kinds))
 def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -> None:
+    slice_product = gpu_experts().slice_product
     layers = [experts_of(g, d, 256, 512, seed=i) for i, (g, d) in enumerate(kinds)]
     store = store_of(layers)
     paths = paths_of(store, SILU)
-    product = paths.product(SILU)
+    geometry = [geometry_of(gpu_experts(), x, store.layout.slice_nbytes) for x in store.layouts]
     for layer, experts in enumerate(layers):
         x, used = inputs(experts, 256, seed=layer), kinds[layer]
         want = expected(experts, x, SILU)
@@ -142,7 +144,8 @@ def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -
         )
         for expert in (0, EXPERTS - 1):
             slab = store.slab(layer, expert).to(DEVICE)
-            whole = sum(product(layer, piece, x.to(DEVICE)).cpu().numpy() for piece in slab)
+            parts = (slice_product(geometry[layer], part, x.to(DEVICE), SILU) for part in slab)
+            whole = sum(part.cpu().numpy() for part in parts)
             assert error(whole, want[expert]) < BFLOAT16
     store.close()
 
