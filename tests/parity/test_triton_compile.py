@@ -99,6 +99,11 @@ SPECS = [
         x="*bf16",
     ),
     spec(
+        "few_rows_f32", "linear_f32_kernel",
+        {"HAS_BIAS": True, "HAS_RESIDUAL": True, "TOKENS": 4, "ROWS": 1, "TILE": 1024},
+        weight="*fp32", stride="i32",
+    ),
+    spec(
         "few_rows", "gated_kernel",
         {"CLAMPED": True, "TOKENS": 16, "ROWS": 16, "TILE": 256, "PDL": True},
         x="*bf16", out="*bf16",

@@ -138,7 +138,8 @@ class ExpertPaths(Protocol):
         ...
 
     def fill(self, keys: Sequence[int]) -> None:
-        """Put these slices (``plan_oracle``'s keys) into slots 0, 1, ...; between steps."""
+        """Put these slices (``plan_oracle``'s keys) into slots 0, 1, ..., and nothing into the others;
+        between steps."""
         ...
 
     def counts(self) -> ExpertCounts: ...
@@ -303,6 +304,8 @@ class HostPaths:
         self._split = tables
 
     def fill(self, keys: Sequence[int]) -> None:
+        for table in (self.tables.slot_of, self.tables.owner_of):
+            table[:] = [FREE] * len(table)
         for slot, key in enumerate(keys):
             row, piece = divmod(key, self.shape.num_slices)
             layer, expert = divmod(row, self.shape.num_experts)
