@@ -17,8 +17,9 @@ import torch
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.ops.records import Activation
-from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning, MatrixPlace
+from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning
 from headrace.ops.triton.expert_gather import expert_gather
+from headrace.ops.triton.expert_geometry import SliceGeometry
 from headrace.ops.triton.expert_halves import (
     TILE_BLOCKS,
     halves_down,
@@ -57,27 +58,6 @@ BF16_TILE = 16
 PREPARE_COLS = 256
 ROWS_OF_WARP = 16  # of a tensor core's instruction
 TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
-
-
-@dataclass(frozen=True)
-class SliceGeometry:
-    """What the kernels must know of a layer's slabs: byte offsets of the parts in a slice.
-
-    format: of gate and up; slice_nbytes: of a slot; gate_up, down: (weights, scales, bias), 0 where there
-    is no such part; places: more of both matrices, for the kernels of any format; host_nbytes: of a
-    slice in host memory, 0: as long as a slot
-    """
-
-    format: str
-    hidden: int
-    width: int
-    num_slices: int
-    slice_nbytes: int
-    has_bias: bool
-    gate_up: tuple[int, int, int]
-    down: tuple[int, int, int]
-    places: tuple[MatrixPlace, ...] = ()
-    host_nbytes: int = 0
 
 
 @dataclass(frozen=True)
