@@ -20,8 +20,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.triton import tuning
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
@@ -111,8 +113,10 @@ def part_kernel(
     scale, window, heads, group, stride_table, stride_block, stride_head,
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    SWAPPED: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()  # merging may be started, and waits for the parts itself
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
     begin = tl.maximum(context - window, 0)  # the first position that the row sees
@@ -174,8 +178,10 @@ def part_kernel(
 def merge_kernel(
     sums, mixed, sinks, out, context_lens, window, heads, dim,
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        cuda.gdc_wait()
     sequence, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
     keys = context - tl.maximum(context - window, 0)
@@ -216,12 +222,13 @@ def attention_decode(
     seen = window or 2**31 - 1
     tuned = decode_tuning(q.device, dim, sealed=False)
     swapped = exact or tuned.swapped
+    overlaps = tuning.overlaps(q.device)
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         MIN_PART=PART_TOKENS, PARTS=most, PAGE=cache.block_tokens,
-        GROUP=max(triton.next_power_of_2(group), 8 if swapped else 16), SWAPPED=swapped,
+        GROUP=max(triton.next_power_of_2(group), 8 if swapped else 16), SWAPPED=swapped, OVERLAPS=overlaps,
         DIM=dim, WIDE=triton.next_power_of_2(dim),
         TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
         num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
@@ -231,6 +238,7 @@ def attention_decode(
     merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
         MIN_PART=PART_TOKENS, PARTS=most, DIM=triton.next_power_of_2(dim),
-        HAS_SINKS=sinks is not None, LOG2=LOG2_E, num_warps=4,
+        HAS_SINKS=sinks is not None, LOG2=LOG2_E, OVERLAPS=overlaps, num_warps=4,
+        **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
     return out

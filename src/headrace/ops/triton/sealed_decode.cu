@@ -41,13 +41,20 @@ typedef unsigned long long u64;
 #define VALUE_NBYTES (PAGE * DIM)
 #define STEP_NBYTES (PAGE * DIM / 16)
 #define LEFT_NBYTES (PAGE * RANK)
-#define PAGE_NBYTES (KEY_NBYTES + VALUE_NBYTES + STEP_NBYTES + LEFT_NBYTES)
-#define BATCH 16  // pages whose r . q one product computes
+#define REF_NBYTES (2 * DIM)
+// Two pages' scales, of which one is read: copies are of 16 bytes at least. Beyond the last of an odd number
+// lies memory that was allocated with them, since allocations are multiples of 512 bytes.
+#define SCALE_NBYTES 16
+// Where the parts of a page lie in shared memory.
+#define VALUES KEY_NBYTES
+#define STEPS (VALUES + VALUE_NBYTES)
+#define LEFT (STEPS + STEP_NBYTES)
+#define REF (LEFT + LEFT_NBYTES)
+#define SCALES (REF + REF_NBYTES)
+#define PAGE_NBYTES (SCALES + SCALE_NBYTES)
 
 struct Lane {  // a warp's own shared memory
     alignas(128) u8 page[STAGES][PAGE_NBYTES];
-    float shift[BATCH][8];  // r . q by page and head
-    float2 scale[BATCH];    // of keys, of values
     u64 full[STAGES];
 };
 
@@ -195,6 +202,10 @@ struct Where {  // pages of this warp's parts, one after the other
     int part, page, end;
 };
 
+struct Cut {  // of a row's pages into parts, by their number alone
+    int min_part, long_part, few_parts, max_parts;
+};
+
 struct Call {
     const float* q;
     const u8 *key_codes, *key_scales, *key_residuals;
@@ -208,24 +219,29 @@ struct Call {
     float2* sums;  // [rows, heads, slots]: maximum, sum
     float* mixed;  // [rows, heads, slots, DIM]
     float scale;
-    int window, kv_heads, stride_table, stride_pages, num_shared, open_offset, min_part, max_parts, slots;
+    int window, kv_heads, stride_table, stride_pages, num_shared, open_offset, slots;
+    Cut cut;
 };
 
-__device__ __forceinline__ int part_size(int pages, int min_part, int max_parts) {
-    int size = min_part;
-    while (size * max_parts < pages) size *= 2;
+// Pages of a part: at least min_part; longer where a row would have more than few_parts, since each part's
+// output is written and read again, but not beyond long_part before there are max_parts.
+__device__ __forceinline__ int part_size(int pages, Cut cut) {
+    int size = cut.min_part;
+    while (size < cut.long_part && size * cut.few_parts < pages) size *= 2;
+    while (size * cut.max_parts < pages) size *= 2;
     return size;
 }
 
 __device__ __forceinline__ void fill(const Call& call, Lane& lane, int stage, u64 block) {
     expect(lane, stage);
     copy(lane, stage, 0, call.key_codes + block * KEY_NBYTES, KEY_NBYTES);
-    copy(lane, stage, KEY_NBYTES, call.value_codes + block * VALUE_NBYTES, VALUE_NBYTES);
-    copy(lane, stage, KEY_NBYTES + VALUE_NBYTES, call.key_scales + block * STEP_NBYTES, STEP_NBYTES);
+    copy(lane, stage, STEPS, call.key_scales + block * STEP_NBYTES, STEP_NBYTES);
+    copy(lane, stage, REF, (const u8*)call.key_refs + block * REF_NBYTES, REF_NBYTES);
+    copy(lane, stage, SCALES, (const u8*)call.page_scales + block / 2 * SCALE_NBYTES, SCALE_NBYTES);
 #if RANK
-    copy(
-        lane, stage, KEY_NBYTES + VALUE_NBYTES + STEP_NBYTES, call.key_residuals + block * LEFT_NBYTES, LEFT_NBYTES);
+    copy(lane, stage, LEFT, call.key_residuals + block * LEFT_NBYTES, LEFT_NBYTES);
 #endif
+    copy(lane, stage, VALUES, call.value_codes + block * VALUE_NBYTES, VALUE_NBYTES);
 }
 
 // First keys and the row's own page: one warp, a token a lane, then four channels a lane. Slot 0.
@@ -325,40 +341,23 @@ __device__ void rest(const Call& call, Shared& s, int row, int head, int context
     }
 }
 
-// r . q of up to 16 pages from ``page`` on, and their scales, to shared memory.
-__device__ __forceinline__ void shifts(
-    const Call& call, Lane& mine, const u32 (&query)[8][2], const int* table, int head, int page, int end) {
-    int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+// r . q of a page for the lane's two heads.
+__device__ __forceinline__ float2 reference_scores(const u8* ref, const u32 (&query)[8][2]) {
+    int c = threadIdx.x % 4;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    u64 block[2];
-    uint4 ref[2][4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        block[i] = (u64)table[min(page + g + 8 * i, end - 1)] * call.kv_heads + head;
-        const uint4* at = (const uint4*)(call.key_refs + block[i] * DIM + 16 * c);
-        ref[i][0] = at[0], ref[i][1] = at[1], ref[i][2] = at[8], ref[i][3] = at[9];
+    for (int i = 0; i < 4; i++) {  // 8 channels from 16 c + 64 (i / 2) + 8 (i % 2) on
+        uint4 eight = read16(ref + 32 * c + 128 * (i / 2) + 16 * (i % 2));
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float2 x = bfloats(j ? eight.z : eight.x), y = bfloats(j ? eight.w : eight.y);
+            u32 one = SECOND == 1 ? half2_of(x.x, x.y) : half2_of(x.x, y.x);
+            u32 two = SECOND == 1 ? half2_of(y.x, y.y) : half2_of(x.y, y.y);
+            const u32(&q)[2] = query[2 * (2 * (i % 2) + j) + i / 2];
+            product(sum, one, one, two, two, q[0], q[1]);  // all rows are the same
+        }
     }
-    if (c < 2) mine.scale[g + 8 * c] = call.page_scales[c ? block[1] : block[0]];
-#pragma unroll
-    for (int w = 0; w < 4; w++) {  // channels 16 c + 4 w to + 3, and the same + 64
-        u32 a[2][2][2];            // half, pair, row
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4& eight = ref[i][2 * half + w / 2];
-                float2 x = bfloats(w % 2 ? eight.z : eight.x), y = bfloats(w % 2 ? eight.w : eight.y);
-                a[half][0][i] = SECOND == 1 ? half2_of(x.x, x.y) : half2_of(x.x, y.x);
-                a[half][1][i] = SECOND == 1 ? half2_of(y.x, y.y) : half2_of(x.y, y.y);
-            }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            product(sum, a[half][0][0], a[half][0][1], a[half][1][0], a[half][1][1], query[2 * w + half][0], query[2 * w + half][1]);
-    }
-    __syncwarp();
-    *(float2*)&mine.shift[g][2 * c] = make_float2(sum[0], sum[1]);
-    *(float2*)&mine.shift[g + 8][2 * c] = make_float2(sum[2], sum[3]);
-    __syncwarp();
+    return make_float2(sum[0], sum[1]);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_decode(const Call call) {
@@ -366,38 +365,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     Shared& s = *(Shared*)memory;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int head = blockIdx.y, row = blockIdx.z;
+    const int threads = 32 * WARPS + 32;
+    // Loads that nothing else waits for come first.
+    const float* q = call.q + ((u64)row * call.kv_heads + head) * GROUP * DIM;
+    float mine_of_q[(GROUP * DIM + threads - 1) / threads];
+#pragma unroll
+    for (int i = 0; i * threads < GROUP * DIM; i++) {
+        int at = threadIdx.x + i * threads;
+        mine_of_q[i] = at < GROUP * DIM ? q[at] * call.scale : 0.0f;
+    }
+#if RANK
+    const int sums = (GROUP * RANK + WARPS) / (WARPS + 1);  // of a warp: U q by head and direction
+    float4 along[sums];
+#pragma unroll
+    for (int i = 0; i < sums; i++) {
+        int r = (warp + i * (WARPS + 1)) % RANK;
+        along[i] = *(const float4*)(call.directions + ((u64)head * RANK + r) * DIM + 4 * lane);
+    }
+#endif
     int context = call.context_lens[row];
     int begin = max(context - call.window, 0);
     int own = (context - 1) / PAGE, first = begin / PAGE;
     const int* table = call.tables + (u64)row * call.stride_table;
 
-    for (int i = threadIdx.x; i < 8 * DIM; i += 32 * WARPS + 32) {
-        int h = i / DIM;
-        float x = h < GROUP ? call.q[((u64)row * call.kv_heads * GROUP + head * GROUP) * DIM + i] : 0.0f;
-        s.query[h][i % DIM] = x * call.scale;
-    }
-    if (warp < WARPS) set_up(s.lane[warp]);
-    start_next_kernel();
-    __syncthreads();
-#if RANK
-    for (int i = warp; i < 32; i += WARPS + 1) {  // a warp a sum
-        int h = i / 4, r = i % 4;
-        float4 u = *(const float4*)(call.directions + ((u64)head * RANK + r) * DIM + 4 * lane);
-        float4 q = *(const float4*)&s.query[h][4 * lane];
-        float x = u.x * q.x + u.y * q.y + u.z * q.z + u.w * q.w;
-        for (int j = 16; j; j /= 2) x += __shfl_xor_sync(~0u, x, j);
-        if (lane == 0) s.turned[h][r] = x * 0.125f;
-    }
-    __syncthreads();
-#endif
-    if (warp == WARPS) {
-        if (blockIdx.x == 0) rest(call, s, row, head, context, begin, table);
-        return;
-    }
-
-    Lane& mine = s.lane[warp];
     int pages = own - first;  // sealed ones
-    int size = part_size(pages, call.min_part, call.max_parts), parts = (pages + size - 1) / size;
+    int size = part_size(pages, call.cut), parts = (pages + size - 1) / size;
     int step = gridDim.x * WARPS;
     auto start_of = [&](int part) {
         int page = first + part * size;
@@ -405,17 +397,53 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     };
     auto advance = [&](Where at) { return at.page + 1 < at.end ? Where{at.part, at.page + 1, at.end} : start_of(at.part + step); };
     auto block_at = [&](Where at) -> long long { return at.part < parts ? (long long)table[at.page] * call.kv_heads + head : -1; };
-
-    Where now = start_of(blockIdx.x * WARPS + warp), ahead = now;
-    if (now.part >= parts) return;
-    long long next = block_at(ahead);
+    Lane& mine = s.lane[warp % WARPS];
+    Where now = start_of(warp < WARPS ? warp * gridDim.x + blockIdx.x : parts), ahead = now;
+    u32 odd = 0;  // by stage: which of two pages' scales
+    long long next = -1;
+    if (warp < WARPS) {
+        set_up(mine);
+        long long blocks[STAGES];
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++) {
-        long long block = next;
-        ahead = ahead.part < parts ? advance(ahead) : ahead;
+        for (int stage = 0; stage < STAGES; stage++) {
+            blocks[stage] = block_at(ahead);
+            ahead = ahead.part < parts ? advance(ahead) : ahead;
+        }
         next = block_at(ahead);
-        if (block >= 0 && lane == 0) fill(call, mine, stage, block);
+        __syncwarp();
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) {
+            if (blocks[stage] >= 0 && lane == 0) fill(call, mine, stage, blocks[stage]);
+            odd |= (u32)(blocks[stage] & 1) << stage;
+        }
     }
+    start_next_kernel();
+
+#pragma unroll
+    for (int i = 0; i * threads < GROUP * DIM; i++) {
+        int at = threadIdx.x + i * threads;
+        if (at < GROUP * DIM) s.query[at / DIM][at % DIM] = mine_of_q[i];
+    }
+    for (int i = GROUP * DIM + threadIdx.x; i < 8 * DIM; i += threads) s.query[i / DIM][i % DIM] = 0.0f;
+    __syncthreads();
+#if RANK
+#pragma unroll
+    for (int i = 0; i < sums; i++) {
+        int at = warp + i * (WARPS + 1), h = at / RANK;
+        if (h >= GROUP) continue;
+        float4 of = *(const float4*)&s.query[h][4 * lane];
+        float x = along[i].x * of.x + along[i].y * of.y + along[i].z * of.z + along[i].w * of.w;
+        for (int j = 16; j; j /= 2) x += __shfl_xor_sync(~0u, x, j);
+        if (lane == 0) s.turned[h][at % RANK] = x * 0.125f;
+    }
+    for (int i = GROUP * RANK + threadIdx.x; i < 8 * RANK; i += threads) s.turned[i / RANK][i % RANK] = 0.0f;
+    __syncthreads();
+#endif
+    if (warp == WARPS) {
+        if (blockIdx.x == 0) rest(call, s, row, head, context, begin, table);
+        return;
+    }
+    if (now.part >= parts) return;
 
     u32 query[8][2], turned = 0;
 #pragma unroll
@@ -433,16 +461,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
 #pragma unroll
     for (int m = 0; m < 8; m++)
         for (int i = 0; i < 4; i++) out[m][i] = 0.0f;
-    int stage = 0, batch = 0;
+    int stage = 0;
     u32 parity = 0;
     int hidden = max(begin, FIRST);
 
     while (true) {
-        if (batch == 0) shifts(call, mine, query, table, head, now.page, now.end);
-        float2 shift = *(const float2*)&mine.shift[batch][2 * c];
-        float2 scale = mine.scale[batch];
         wait(mine, stage, parity);
         const u8* page = mine.page[stage];
+        float2 shift = reference_scores(page + REF, query);
+        float2 scale = *(const float2*)(page + SCALES + 8 * (odd >> stage & 1));
 
         float score[4][4];
 #pragma unroll
@@ -455,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 codes[i] = read16(page + (token + 2 * i) * (DIM / 2) + 16 * c);
-                u32 two = *(const u16*)(page + KEY_NBYTES + VALUE_NBYTES + (token + 2 * i) * (DIM / 16) + 2 * c);
+                u32 two = *(const u16*)(page + STEPS + (token + 2 * i) * (DIM / 16) + 2 * c);
                 two = mul2(e4m3x2(two), SCALE_UP);
                 steps[i][0] = __byte_perm(two, 0, 0x1010);
                 steps[i][1] = __byte_perm(two, 0, 0x3232);
@@ -472,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
                 product(sum, a[0][2], a[1][2], a[0][3], a[1][3], query[2 * w + 1][0], query[2 * w + 1][1]);
             }
 #if RANK
-            const u8* left = page + KEY_NBYTES + VALUE_NBYTES + STEP_NBYTES + token * RANK + 2 * (c & 1);
+            const u8* left = page + LEFT + token * RANK + 2 * (c & 1);
             product8(sum, e4m3x2(*(const u16*)left), e4m3x2(*(const u16*)(left + 2 * RANK)), turned);
 #endif
         }
@@ -529,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         }
 #pragma unroll
         for (int m = 0; m < 8; m++) {  // channels 16 m + g, and the same + 8
-            const u8* at = page + KEY_NBYTES + (16 * m + g) * PAGE + 16 * c;
+            const u8* at = page + VALUES + (16 * m + g) * PAGE + 16 * c;
             uint4 a = read16(at), b = read16(at + 8 * PAGE);
 #pragma unroll
             for (int tile = 0; tile < 4; tile++) {
@@ -540,13 +567,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         }
         __syncwarp();
         if (next >= 0 && lane == 0) fill(call, mine, stage, next);
+        odd = (odd & ~(1u << stage)) | (u32)(next & 1) << stage;
         if (ahead.part < parts) {
             ahead = advance(ahead);
             next = block_at(ahead);
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
-        batch = (batch + 1) % BATCH;
 
         if (now.page + 1 < now.end) {
             now.page++;
@@ -572,7 +599,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         }
         now = start_of(now.part + step);
         if (now.part >= parts) return;
-        batch = 0;
         unit = 1.0f;
 #pragma unroll
         for (int i = 0; i < 2; i++) top[i] = NOTHING, total[i] = 0.0f;
@@ -585,13 +611,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
 // The parts of one row and head by their log-sum-exp, with the sink: 4 x 128 threads.
 extern "C" __global__ void __launch_bounds__(512) sealed_merge(
     const float2* sums, const float* mixed, const float* sinks, float* out, const int* context_lens, int window,
-    int min_part, int max_parts, int slots, int has_sinks) {
+    Cut cut, int slots, int has_sinks) {
     __shared__ float share[512], pieces[4][DIM], warps[16];
     int head = blockIdx.x, heads = gridDim.x, row = blockIdx.y, i = threadIdx.x;
     wait_for_kernel();
     int context = context_lens[row];
     int pages = (context - 1) / PAGE - max(context - window, 0) / PAGE;
-    int size = part_size(pages, min_part, max_parts), count = (pages + size - 1) / size + 1;
+    int size = part_size(pages, cut), count = (pages + size - 1) / size + 1;
     u64 place = ((u64)row * heads + head) * slots;
     float2 sum = i < count ? sums[place + i] : make_float2(MINUS_INFINITY, 0.0f);
     float sink = has_sinks ? sinks[head] * 1.4426950408889634f : MINUS_INFINITY;
