@@ -100,25 +100,19 @@ def flashinfer(device: CudaDevice, peak: float, dtype: torch.dtype, size: Any) -
 # One change each from what launches take: of the kernel in CUDA C++, of Triton's over pages as they are
 # sealed and as they come. "programs": how many programs a row's parts are made for.
 SHAPES: list[dict[str, Any]] = [
-    {}, {"overlaps": True}, {"unpack": 0}, {"tau": 0.0}, {"min_part": 8}, {"max_parts": 64},
-    {"max_parts": 256},
-    {"max_parts": 256, "min_part": 2}, {"warps": 8, "blocks": 1}, {"warps": 5, "stages": 3, "blocks": 1},
-    {"warps": 7, "blocks": 1}, {"warps": 3}, {"warps": 6, "stages": 1}, {"warps": 2, "blocks": 4},
+    {}, {"overlaps": False}, {"max_parts": 64}, {"long_part": 16}, {"long_part": 4}, {"unpack": 0},
+    {"warps": 8, "blocks": 1}, {"warps": 8, "blocks": 1, "max_parts": 64}, {"tau": 0.0},
+    {"warps": 5, "stages": 3, "blocks": 1, "max_parts": 64}, {"warps": 3, "blocks": 2},
 ]  # fmt: skip
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "sealed": [
-        {}, {"num_stages": 5}, {"num_stages": 5, "max_registers": None}, {"num_stages": 3},
-        {"num_stages": 7, "max_registers": None},
+        {}, {"max_registers": 128}, {"max_registers": 168}, {"num_stages": 2, "max_registers": 128},
+        {"programs": 1024}, {"programs": 256}, {"num_warps": 8},
     ],
     "plain": [
-        {}, {"swapped": False, "tile": 64, "num_stages": 5}, {"swapped": False, "tile": 64, "num_stages": 7},
-        {"swapped": False, "tile": 128, "num_stages": 5}, {"swapped": False, "tile": 128},
-        {"swapped": False, "tile": 64, "num_stages": 5, "programs": 512},
-        {"swapped": False, "tile": 64, "num_stages": 7, "programs": 512},
-        {"swapped": False, "tile": 64, "num_stages": 5, "num_warps": 2, "programs": 512},
-        {"swapped": False, "tile": 32, "num_stages": 7, "num_warps": 2, "programs": 512},
-        {"swapped": False, "tile": 32, "num_stages": 5, "num_warps": 2, "programs": 1024},
-        {"swapped": False, "tile": 128, "num_stages": 5, "num_warps": 8}, {"tile": 64, "num_stages": 5},
+        {}, {"tile": 128, "num_stages": 3}, {"tile": 64, "num_stages": 7}, {"programs": 512},
+        {"tile": 32, "num_stages": 7, "num_warps": 2, "programs": 512}, {"max_registers": 168},
+        {"tile": 128, "num_stages": 5},
     ],
 }  # fmt: skip
 

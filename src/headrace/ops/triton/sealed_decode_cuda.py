@@ -20,7 +20,7 @@ from headrace.ops.triton.softmax import LOG2_E
 
 DIM, PAGE, MAX_GROUP = 128, 64, 8
 _SOURCE = Path(__file__).with_name("sealed_decode.cu")
-_MERGE_THREADS = 512
+_MERGE_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shape:
     """How the work is cut, and compile-time choices of the kernel.
 
     min_part, long_part: pages of a part at least, and before a row has more than few_parts
-    max_parts: of a row at most, 511
+    max_parts: of a row at most, 1023
     warps: of a block, each with a part; stages: pages that a warp holds; blocks: of a multiprocessor
     overlaps: merging is started before the parts are done, and waits for them itself
     unpack: 1 by E4M3 conversions, 0 by bits put where float16 has them
