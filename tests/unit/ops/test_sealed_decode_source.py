@@ -113,7 +113,7 @@ CASES = [
     ([200, 700, 17], (3, 3), 0, 100, replace(SHAPE, unpack=0)),
     # Parts longer than most, and of an odd number of pages.
     ([45 * 64 + 5], (8, 1), 4, 2700, replace(SHAPE, few_parts=1, max_parts=2, warps=1)),
-    ([25 * 64], (4, 1), 4, None, replace(SHAPE, warps=3)),
+    ([25 * 64], (4, 1), 4, None, replace(SHAPE, warps=3, prefetch=1)),
 ]
 
 

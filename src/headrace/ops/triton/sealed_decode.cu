@@ -35,6 +35,9 @@ typedef unsigned long long u64;
 #ifndef UNPACK
 #define UNPACK 1
 #endif
+#ifndef PREFETCH
+#define PREFETCH 0  // whether the page after those in shared memory is on its way to the L2 cache
+#endif
 #define NOTHING -1.0e30f
 #define MINUS_INFINITY __int_as_float(0xFF800000)
 #define KEY_NBYTES (PAGE * DIM / 2)
@@ -159,6 +162,10 @@ __device__ __forceinline__ void copy(Lane& lane, int stage, u32 at, const u8* fr
             address(lane.page[stage]) + at),
         "l"(from), "r"(nbytes), "r"(address(&lane.full[stage]))
         : "memory");
+}
+
+__device__ __forceinline__ void copy_to_l2(const u8* from, u32 nbytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes) : "memory");
 }
 
 __device__ __forceinline__ void wait(Lane& lane, int stage, u32 parity) {
@@ -400,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     Lane& mine = s.lane[warp % WARPS];
     Where now = start_of(warp < WARPS ? warp * gridDim.x + blockIdx.x : parts), ahead = now;
     u32 odd = 0;  // by stage: which of two pages' scales
-    long long next = -1;
+    long long next = -1, later = -1;
     if (warp < WARPS) {
         set_up(mine);
         long long blocks[STAGES];
@@ -410,6 +417,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
             ahead = ahead.part < parts ? advance(ahead) : ahead;
         }
         next = block_at(ahead);
+#if PREFETCH
+        ahead = ahead.part < parts ? advance(ahead) : ahead;
+        later = block_at(ahead);
+#endif
         __syncwarp();
 #pragma unroll
         for (int stage = 0; stage < STAGES; stage++) {
@@ -568,10 +579,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         __syncwarp();
         if (next >= 0 && lane == 0) fill(call, mine, stage, next);
         odd = (odd & ~(1u << stage)) | (u32)(next & 1) << stage;
-        if (ahead.part < parts) {
-            ahead = advance(ahead);
-            next = block_at(ahead);
+#if PREFETCH
+        if (later >= 0 && lane == 0) {
+            copy_to_l2(call.key_codes + later * KEY_NBYTES, KEY_NBYTES);
+            copy_to_l2(call.value_codes + later * VALUE_NBYTES, VALUE_NBYTES);
         }
+        next = later;
+        ahead = ahead.part < parts ? advance(ahead) : ahead;
+        later = block_at(ahead);
+#else
+        ahead = ahead.part < parts ? advance(ahead) : ahead;
+        next = block_at(ahead);
+#endif
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
 
