@@ -100,7 +100,8 @@ def flashinfer(device: CudaDevice, peak: float, dtype: torch.dtype, size: Any) -
 # One change each from what launches take: of the kernel in CUDA C++, of Triton's over pages as they are
 # sealed and as they come. "programs": how many programs a row's parts are made for.
 SHAPES: list[dict[str, Any]] = [
-    {}, {"prefetch": 1}, {"prefetch": 1, "warps": 8, "blocks": 1}, {"overlaps": False}, {"max_parts": 64}, {"long_part": 16}, {"long_part": 4}, {"unpack": 0},
+    {}, {"prefetch": 1}, {"prefetch": 1, "warps": 8, "blocks": 1}, {"overlaps": False},
+    {"max_parts": 64}, {"long_part": 16}, {"long_part": 4}, {"unpack": 0},
     {"warps": 8, "blocks": 1}, {"warps": 8, "blocks": 1, "max_parts": 64}, {"tau": 0.0},
     {"warps": 5, "stages": 3, "blocks": 1, "max_parts": 64}, {"warps": 3, "blocks": 2},
 ]  # fmt: skip

@@ -103,8 +103,8 @@ def defines(group: int, rank: int, shape: Shape) -> tuple[str, ...]:
     """What the source is compiled with."""
     return (
         f"GROUP={group}", f"RANK={rank}", f"STAGES={shape.stages}", f"WARPS={shape.warps}",
-        f"BLOCKS={shape.blocks}", f"UNPACK={shape.unpack}", f"TAU={shape.tau:f}f", f"PREFETCH={shape.prefetch}",
-        f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
+        f"BLOCKS={shape.blocks}", f"UNPACK={shape.unpack}", f"TAU={shape.tau:f}f",
+        f"PREFETCH={shape.prefetch}", f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
     )  # fmt: skip
 
 
