@@ -110,10 +110,10 @@ SHAPE = sealed_decode_cuda.Shape()
 CASES = [
     # contexts, (heads, key heads), rank, window, shape
     ([30, 64, 65, 9 * 64 + 1], (8, 2), 4, None, SHAPE),
-    ([200, 700, 17], (3, 3), 0, 100, replace(SHAPE, unpack=0)),
+    ([200, 700, 17], (3, 3), 0, 100, SHAPE),
     # Parts longer than most, and of an odd number of pages.
     ([45 * 64 + 5], (8, 1), 4, 2700, replace(SHAPE, few_parts=1, max_parts=2, warps=1)),
-    ([25 * 64], (4, 1), 4, None, replace(SHAPE, warps=3, prefetch=1)),
+    ([25 * 64], (4, 1), 4, None, replace(SHAPE, warps=3, stages=2, max_parts=128)),
 ]
 
 

@@ -118,9 +118,6 @@ def part_kernel(
     if OVERLAPS:
         cuda.gdc_launch_dependents()  # merging may be started, and waits for the parts itself
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    context = tl.load(context_lens + sequence)
-    begin = tl.maximum(context - window, 0)  # the first position that the row sees
-    size = part_size(context - begin, MIN_PART, PARTS)
     member, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
     row = sequence.to(tl.int64) * heads + kv_head * group + member
     table = tables + sequence.to(tl.int64) * stride_table
@@ -133,6 +130,10 @@ def part_kernel(
     else:
         real = (member < group)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + row[:, None] * DIM + d[None, :], mask=real, other=0.0) * scale
+    # Loaded after the query, whose latency theirs then hides.
+    context = tl.load(context_lens + sequence)
+    begin = tl.maximum(context - window, 0)  # the first position that the row sees
+    size = part_size(context - begin, MIN_PART, PARTS)
     query = query.to(keys.dtype.element_ty)
     for part in range(tl.program_id(2), tl.cdiv(context - begin, size), tl.num_programs(2)):
         start = begin + part * size
@@ -180,8 +181,6 @@ def merge_kernel(
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr, LOG2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        cuda.gdc_wait()
     sequence, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
     keys = context - tl.maximum(context - window, 0)
@@ -190,6 +189,8 @@ def merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
     row = sequence.to(tl.int64) * heads + head
+    if OVERLAPS:
+        cuda.gdc_wait()
     merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 

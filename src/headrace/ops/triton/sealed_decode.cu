@@ -29,15 +29,7 @@ typedef unsigned long long u64;
 #ifndef BLOCKS
 #define BLOCKS 2
 #endif
-#ifndef TAU
-#define TAU 8.0f
-#endif
-#ifndef UNPACK
-#define UNPACK 1
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0  // whether the page after those in shared memory is on its way to the L2 cache
-#endif
+#define TAU 8.0f  // log2 of how far a score may exceed the running maximum before it follows
 #define NOTHING -1.0e30f
 #define MINUS_INFINITY __int_as_float(0xFF800000)
 #define KEY_NBYTES (PAGE * DIM / 2)
@@ -164,10 +156,6 @@ __device__ __forceinline__ void copy(Lane& lane, int stage, u32 at, const u8* fr
         : "memory");
 }
 
-__device__ __forceinline__ void copy_to_l2(const u8* from, u32 nbytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes) : "memory");
-}
-
 __device__ __forceinline__ void wait(Lane& lane, int stage, u32 parity) {
     asm volatile(
         "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }"
@@ -176,32 +164,17 @@ __device__ __forceinline__ void wait(Lane& lane, int stage, u32 parity) {
 }
 #endif
 
-// Eight E2M1 and the float16 scale of both halves -> four float16x2, times 2^-7: channels (in bytes of the
-// word, l: low nibbles, h: high) l0 l1, l2 l3, h0 h1, h2 h3 with UNPACK 1; l0 l2, l1 l3, h0 h2, h1 h3 with 0.
+// Eight E2M1 and the float16 scale of both halves -> four float16x2, times 2^-7: low nibbles of bytes 0 1 and
+// 2 3, high nibbles of the same. E2M1's bits are E4M3's times 2^-6 at sign 7, exponent 4 to 3, mantissa 2.
 __device__ __forceinline__ void unpack(u32 (&h)[4], u32 w, u32 scale) {
-#if UNPACK == 1
     u32 low = ((w << 4) & 0x80808080u) | ((w << 2) & 0x1C1C1C1Cu);
     u32 high = (w & 0x80808080u) | ((w >> 2) & 0x1C1C1C1Cu);
     h[0] = mul2(e4m3x2(low), scale);
     h[1] = mul2(e4m3x2_high(low), scale);
     h[2] = mul2(e4m3x2(high), scale);
     h[3] = mul2(e4m3x2_high(high), scale);
-#else
-    h[0] = mul2(((w << 12) & 0x80008000u) | ((w << 9) & 0x0E000E00u), scale);
-    h[1] = mul2(((w << 4) & 0x80008000u) | ((w << 1) & 0x0E000E00u), scale);
-    h[2] = mul2(((w << 8) & 0x80008000u) | ((w << 5) & 0x0E000E00u), scale);
-    h[3] = mul2((w & 0x80008000u) | ((w >> 3) & 0x0E000E00u), scale);
-#endif
 }
-#if UNPACK == 1
-#define SCALE_UP 0x38003800u  // 0.5: codes come out times 2^-6, and 2^-7 is what scores expect
-#define SECOND 1              // the channel, from the first, of a pair's second
-#define NEXT 2                // and of the next pair's first
-#else
-#define SCALE_UP 0x58005800u  // 128: codes come out times 2^-14
-#define SECOND 2
-#define NEXT 1
-#endif
+#define HALF_OF_BOTH 0x38003800u  // what makes 2^-6 the 2^-7 that scores expect, a float16x2
 
 __device__ __forceinline__ uint4 read16(const u8* at) { return *(const uint4*)at; }
 
@@ -260,23 +233,25 @@ struct Rest {
     __device__ void absorb(
         Shared& s, const u16* keys, int t, bool seen, const u16* values, const u8* codes, float unit, int count) {
         int lane = threadIdx.x % 32;
+        uint4 key[DIM / 8], code[4];  // all of a lane's loads at once: their latency is what this costs
+#pragma unroll
+        for (int i = 0; i < DIM / 8; i++)
+            key[i] = seen ? ((const uint4*)(keys + (u64)t * DIM))[i] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 4; i++) code[i] = codes ? read16(codes + (4 * lane + i) * PAGE) : make_uint4(0, 0, 0, 0);
         float score[GROUP];
 #pragma unroll
         for (int h = 0; h < GROUP; h++) score[h] = 0.0f;
-        if (seen) {
-            const uint4* key = (const uint4*)(keys + (u64)t * DIM);
-#pragma unroll 4
-            for (int i = 0; i < DIM / 8; i++) {
-                uint4 eight = key[i];
-                u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float2 two = bfloats(words[j]);
+        for (int i = 0; i < DIM / 8; i++) {
+            u32 words[4] = {key[i].x, key[i].y, key[i].z, key[i].w};
 #pragma unroll
-                    for (int h = 0; h < GROUP; h++) {
-                        float2 q = *(const float2*)&s.query[h][8 * i + 2 * j];
-                        score[h] = fmaf(two.x, q.x, fmaf(two.y, q.y, score[h]));
-                    }
+            for (int j = 0; j < 4; j++) {
+                float2 two = bfloats(words[j]);
+#pragma unroll
+                for (int h = 0; h < GROUP; h++) {
+                    float2 q = *(const float2*)&s.query[h][8 * i + 2 * j];
+                    score[h] = fmaf(two.x, q.x, fmaf(two.y, q.y, score[h]));
                 }
             }
         }
@@ -294,21 +269,31 @@ struct Rest {
             for (int i = 0; i < 4; i++) out[h][i] *= shrink;
         }
         __syncwarp();
-#pragma unroll 4
-        for (int j = 0; j < count; j++) {
-            float value[4];
-            if (codes) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) value[i] = floats(e4m3x2(codes[(4 * lane + i) * PAGE + j])).x * unit;
-            } else {
-                uint2 two = *(const uint2*)(values + (u64)j * DIM + 4 * lane);
-                float2 a = bfloats(two.x), b = bfloats(two.y);
-                value[0] = a.x, value[1] = a.y, value[2] = b.x, value[3] = b.y;
-            }
+        auto add = [&](int j, const float(&value)[4]) {
 #pragma unroll
             for (int h = 0; h < GROUP; h++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) out[h][i] = fmaf(s.rest[j][h], value[i], out[h][i]);
+        };
+        if (codes) {
+#pragma unroll
+            for (int j = 0; j < FIRST; j++) {
+                float value[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 word = j < 4 ? code[i].x : j < 8 ? code[i].y : j < 12 ? code[i].z : code[i].w;
+                    value[i] = floats(e4m3x2(word >> 8 * (j % 4))).x * unit;
+                }
+                add(j, value);
+            }
+        } else {
+#pragma unroll 8
+            for (int j = 0; j < count; j++) {
+                uint2 two = *(const uint2*)(values + (u64)j * DIM + 4 * lane);
+                float2 a = bfloats(two.x), b = bfloats(two.y);
+                float value[4] = {a.x, a.y, b.x, b.y};
+                add(j, value);
+            }
         }
         __syncwarp();
     }
@@ -358,8 +343,7 @@ __device__ __forceinline__ float2 reference_scores(const u8* ref, const u32 (&qu
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             float2 x = bfloats(j ? eight.z : eight.x), y = bfloats(j ? eight.w : eight.y);
-            u32 one = SECOND == 1 ? half2_of(x.x, x.y) : half2_of(x.x, y.x);
-            u32 two = SECOND == 1 ? half2_of(y.x, y.y) : half2_of(x.y, y.y);
+            u32 one = half2_of(x.x, x.y), two = half2_of(y.x, y.y);
             const u32(&q)[2] = query[2 * (2 * (i % 2) + j) + i / 2];
             product(sum, one, one, two, two, q[0], q[1]);  // all rows are the same
         }
@@ -407,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     Lane& mine = s.lane[warp % WARPS];
     Where now = start_of(warp < WARPS ? warp * gridDim.x + blockIdx.x : parts), ahead = now;
     u32 odd = 0;  // by stage: which of two pages' scales
-    long long next = -1, later = -1;
+    long long next = -1;
     if (warp < WARPS) {
         set_up(mine);
         long long blocks[STAGES];
@@ -417,10 +401,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
             ahead = ahead.part < parts ? advance(ahead) : ahead;
         }
         next = block_at(ahead);
-#if PREFETCH
-        ahead = ahead.part < parts ? advance(ahead) : ahead;
-        later = block_at(ahead);
-#endif
         __syncwarp();
 #pragma unroll
         for (int stage = 0; stage < STAGES; stage++) {
@@ -460,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float* from = &s.query[g][16 * c + 4 * (i / 2) + 64 * (i % 2)];
-        query[i][0] = half2_of(from[0], from[SECOND]);
-        query[i][1] = half2_of(from[NEXT], from[NEXT + SECOND]);
+        query[i][0] = half2_of(from[0], from[1]);
+        query[i][1] = half2_of(from[2], from[3]);
     }
 #if RANK
     if (c < 2) turned = half2_of(s.turned[g][2 * c], s.turned[g][2 * c + 1]);
@@ -494,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
             for (int i = 0; i < 2; i++) {
                 codes[i] = read16(page + (token + 2 * i) * (DIM / 2) + 16 * c);
                 u32 two = *(const u16*)(page + STEPS + (token + 2 * i) * (DIM / 16) + 2 * c);
-                two = mul2(e4m3x2(two), SCALE_UP);
+                two = mul2(e4m3x2(two), HALF_OF_BOTH);
                 steps[i][0] = __byte_perm(two, 0, 0x1010);
                 steps[i][1] = __byte_perm(two, 0, 0x3232);
             }
@@ -579,18 +559,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         __syncwarp();
         if (next >= 0 && lane == 0) fill(call, mine, stage, next);
         odd = (odd & ~(1u << stage)) | (u32)(next & 1) << stage;
-#if PREFETCH
-        if (later >= 0 && lane == 0) {
-            copy_to_l2(call.key_codes + later * KEY_NBYTES, KEY_NBYTES);
-            copy_to_l2(call.value_codes + later * VALUE_NBYTES, VALUE_NBYTES);
-        }
-        next = later;
-        ahead = ahead.part < parts ? advance(ahead) : ahead;
-        later = block_at(ahead);
-#else
         ahead = ahead.part < parts ? advance(ahead) : ahead;
         next = block_at(ahead);
-#endif
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
 

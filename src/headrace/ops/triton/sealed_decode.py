@@ -30,7 +30,7 @@ from headrace.ops.triton import sealed_decode_cuda
 from headrace.ops.triton.attention_decode import num_parts
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
-from headrace.ops.triton.sealed_append import open_of, parts_of
+from headrace.ops.triton.sealed_append import half_width, open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning, overlaps
 
@@ -229,8 +229,6 @@ def sealed_merge_kernel(
     PAGE: tl.constexpr, MIN_PART: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr, LOG2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        cuda.gdc_wait()
     sequence, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
     pages = (context - 1) // PAGE - tl.maximum(context - window, 0) // PAGE + 1
@@ -239,6 +237,8 @@ def sealed_merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
     row = sequence.to(tl.int64) * heads + head
+    if OVERLAPS:
+        cuda.gdc_wait()
     merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 
@@ -285,7 +285,7 @@ def sealed_attention_decode(
         batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,
         NVFP4=nvfp4, RANK=cache.rank,
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page,
-        DIM=dim, HALF=triton.next_power_of_2(dim // 2), GROUP=width,
+        DIM=dim, HALF=half_width(dim), GROUP=width,
         MIN_PART=min_part, PARTS=most, UNPACK=unpack_instructions(),
         OVERLAPS=overlapping,
         num_warps=tuned.num_warps, num_stages=tuned.num_stages, maxnreg=tuned.max_registers,

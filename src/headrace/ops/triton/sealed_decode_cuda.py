@@ -31,20 +31,15 @@ class Shape:
     max_parts: of a row at most, 1023
     warps: of a block, each with a part; stages: pages that a warp holds; blocks: of a multiprocessor
     overlaps: merging is started before the parts are done, and waits for them itself
-    prefetch: 1: the page after those is on its way to the L2 cache
-    unpack: 1 by E4M3 conversions, 0 by bits put where float16 has them
     """
 
     min_part: int = 2
     long_part: int = 8
     few_parts: int = 64
-    max_parts: int = 128
+    max_parts: int = 64
     warps: int = 4
-    stages: int = 2
-    blocks: int = 2
-    unpack: int = 1
-    prefetch: int = 0
-    tau: float = 8.0
+    stages: int = 4
+    blocks: int = 1
     overlaps: bool = True
 
 
@@ -103,8 +98,7 @@ def defines(group: int, rank: int, shape: Shape) -> tuple[str, ...]:
     """What the source is compiled with."""
     return (
         f"GROUP={group}", f"RANK={rank}", f"STAGES={shape.stages}", f"WARPS={shape.warps}",
-        f"BLOCKS={shape.blocks}", f"UNPACK={shape.unpack}", f"TAU={shape.tau:f}f",
-        f"PREFETCH={shape.prefetch}", f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
+        f"BLOCKS={shape.blocks}", f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
     )  # fmt: skip
 
 
