@@ -116,7 +116,7 @@ __device__ __forceinline__ u32 transposed(u32 x) {  // an 8 x 8 tile of float16,
 }
 
 __device__ __forceinline__ void product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -124,7 +124,7 @@ __device__ __forceinline__ void product(float (&c)[4], u32 a0, u32 a1, u32 a2, u
 }
 
 __device__ __forceinline__ void product8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(b0));
@@ -336,7 +336,7 @@ __device__ void rest(const Call& call, Shared& s, int row, int head, int context
 // r . q of a page for the lane's two heads.
 __device__ __forceinline__ float2 reference_scores(const u8* ref, const u32 (&query)[8][2]) {
     int c = threadIdx.x % 4;
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float sum[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // 8 channels from 16 c + 64 (i / 2) + 8 (i % 2) on
         uint4 eight = read16(ref + 32 * c + 128 * (i / 2) + 16 * (i % 2));
@@ -345,10 +345,10 @@ __device__ __forceinline__ float2 reference_scores(const u8* ref, const u32 (&qu
             float2 x = bfloats(j ? eight.z : eight.x), y = bfloats(j ? eight.w : eight.y);
             u32 one = half2_of(x.x, x.y), two = half2_of(y.x, y.y);
             const u32(&q)[2] = query[2 * (2 * (i % 2) + j) + i / 2];
-            product(sum, one, one, two, two, q[0], q[1]);  // all rows are the same
+            product(sum[i / 2], one, one, two, two, q[0], q[1]);  // all rows are the same
         }
     }
-    return make_float2(sum[0], sum[1]);
+    return make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_decode(const Call call) {
@@ -455,6 +455,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     int stage = 0;
     u32 parity = 0;
     int hidden = max(begin, FIRST);
+    int first_token = 16 * (g / 2) + g % 2;  // of a lane: this, + 2, and both + 4, + 8, + 12
 
     while (true) {
         wait(mine, stage, parity);
@@ -462,37 +463,49 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         float2 shift = reference_scores(page + REF, query);
         float2 scale = *(const float2*)(page + SCALES + 8 * (odd >> stage & 1));
 
+        // A product waits for the one whose sum it continues: two tiles at a time, low and high nibbles apart.
         float score[4][4];
 #pragma unroll
-        for (int tile = 0; tile < 4; tile++) {  // tokens 16 (g / 2) + 4 tile + g % 2, and the same + 2
-            int token = 16 * (g / 2) + 4 * tile + g % 2;
-            float(&sum)[4] = score[tile];
-            sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-            u32 steps[2][2];
-            uint4 codes[2];
+        for (int pair = 0; pair < 4; pair += 2) {
+            u32 steps[2][2][2];
+            uint4 codes[2][2];
+            float sum[2][2][4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                codes[i] = read16(page + (token + 2 * i) * (DIM / 2) + 16 * c);
-                u32 two = *(const u16*)(page + STEPS + (token + 2 * i) * (DIM / 16) + 2 * c);
-                two = mul2(e4m3x2(two), HALF_OF_BOTH);
-                steps[i][0] = __byte_perm(two, 0, 0x1010);
-                steps[i][1] = __byte_perm(two, 0, 0x3232);
-            }
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                u32 a[2][4];
+            for (int n = 0; n < 2; n++) {
+                int token = first_token + 4 * (pair + n);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    u32 word = w == 0 ? codes[i].x : w == 1 ? codes[i].y : w == 2 ? codes[i].z : codes[i].w;
-                    unpack(a[i], word, steps[i][w / 2]);
+                    codes[n][i] = read16(page + (token + 2 * i) * (DIM / 2) + 16 * c);
+                    u32 two = *(const u16*)(page + STEPS + (token + 2 * i) * (DIM / 16) + 2 * c);
+                    two = mul2(e4m3x2(two), HALF_OF_BOTH);
+                    steps[n][i][0] = __byte_perm(two, 0, 0x1010);
+                    steps[n][i][1] = __byte_perm(two, 0, 0x3232);
                 }
-                product(sum, a[0][0], a[1][0], a[0][1], a[1][1], query[2 * w][0], query[2 * w][1]);
-                product(sum, a[0][2], a[1][2], a[0][3], a[1][3], query[2 * w + 1][0], query[2 * w + 1][1]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) sum[n][0][i] = sum[n][1][i] = 0.0f;
             }
+#pragma unroll
+            for (int w = 0; w < 4; w++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    u32 a[2][4];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const uint4& four = codes[n][i];
+                        unpack(a[i], w == 0 ? four.x : w == 1 ? four.y : w == 2 ? four.z : four.w, steps[n][i][w / 2]);
+                    }
+                    product(sum[n][0], a[0][0], a[1][0], a[0][1], a[1][1], query[2 * w][0], query[2 * w][1]);
+                    product(sum[n][1], a[0][2], a[1][2], a[0][3], a[1][3], query[2 * w + 1][0], query[2 * w + 1][1]);
+                }
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
 #if RANK
-            const u8* left = page + LEFT + token * RANK + 2 * (c & 1);
-            product8(sum, e4m3x2(*(const u16*)left), e4m3x2(*(const u16*)(left + 2 * RANK)), turned);
+                const u8* left = page + LEFT + (first_token + 4 * (pair + n)) * RANK + 2 * (c & 1);
+                product8(sum[n][0], e4m3x2(*(const u16*)left), e4m3x2(*(const u16*)(left + 2 * RANK)), turned);
 #endif
+#pragma unroll
+                for (int i = 0; i < 4; i++) score[pair + n][i] = sum[n][0][i] + sum[n][1][i];
+            }
         }
         float g128 = scale.x * 128.0f;
 #pragma unroll
@@ -505,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
             for (int tile = 0; tile < 4; tile++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (16 * (g / 2) + 4 * tile + g % 2 + 2 * (i / 2) < unseen) score[tile][i] = MINUS_INFINITY;
+                    if (first_token + 4 * tile + 2 * (i / 2) < unseen) score[tile][i] = MINUS_INFINITY;
         }
         float most[2] = {score[0][0], score[0][1]};
 #pragma unroll
@@ -546,15 +559,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
             weight[tile][1] = transposed(half2_of(score[tile][2], score[tile][3]));
         }
 #pragma unroll
-        for (int m = 0; m < 8; m++) {  // channels 16 m + g, and the same + 8
-            const u8* at = page + VALUES + (16 * m + g) * PAGE + 16 * c;
-            uint4 a = read16(at), b = read16(at + 8 * PAGE);
+        for (int four = 0; four < 8; four += 4) {  // 16 channels each, four chains of products at a time
+            uint4 codes[4][2];
 #pragma unroll
-            for (int tile = 0; tile < 4; tile++) {
-                u32 x = tile == 0 ? a.x : tile == 1 ? a.y : tile == 2 ? a.z : a.w;
-                u32 y = tile == 0 ? b.x : tile == 1 ? b.y : tile == 2 ? b.z : b.w;
-                product(out[m], e4m3x2(x), e4m3x2(y), e4m3x2_high(x), e4m3x2_high(y), weight[tile][0], weight[tile][1]);
-            }
+            for (int m = 0; m < 4; m++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    codes[m][i] = read16(page + VALUES + (16 * (four + m) + g + 8 * i) * PAGE + 16 * c);
+#pragma unroll
+            for (int tile = 0; tile < 4; tile++)
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const uint4 &a = codes[m][0], &b = codes[m][1];
+                    u32 x = tile == 0 ? a.x : tile == 1 ? a.y : tile == 2 ? a.z : a.w;
+                    u32 y = tile == 0 ? b.x : tile == 1 ? b.y : tile == 2 ? b.z : b.w;
+                    product(
+                        out[four + m], e4m3x2(x), e4m3x2(y), e4m3x2_high(x), e4m3x2_high(y), weight[tile][0],
+                        weight[tile][1]);
+                }
         }
         __syncwarp();
         if (next >= 0 && lane == 0) fill(call, mine, stage, next);
