@@ -8,8 +8,9 @@ The cut depends on the row's own number of keys only, not on the batch or on the
 table, so a row's bits do not depend on its neighbours, and a captured graph gives those of an eager
 step. Grids depend on shapes only.
 
-Operands are swapped, S^T = K Q^T and O^T = V^T P^T: the query heads that share a key head pad to 8
-columns instead of 16 rows.
+Query heads that share a key head are rows of both products, padded to 16. As columns, S^T = K Q^T and
+O^T = V^T P^T, they pad to 8, but values that lie row by row then go through registers instead of being
+loaded ahead; float32 takes that way.
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
