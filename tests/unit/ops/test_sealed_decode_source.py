@@ -26,7 +26,6 @@ from tests.fixtures.triton_interpreter import needs_triton
 COMPILER = shutil.which("g++")
 pytestmark = [needs_triton, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 HEADER = Path(__file__).parents[2] / "fixtures" / "cuda_on_cpu.h"
-SOURCE = Path(sealed_decode_cuda.__file__).with_name("sealed_decode.cu")
 DECODE = {op.name: op.function for op in reference.OPS}["sealed_attention_decode"]
 ENTRIES = """
 static Call the_call;
@@ -90,7 +89,7 @@ def kernels(tmp_path: Path):
 
     def build(group: int, rank: int, shape: sealed_decode_cuda.Shape) -> dict[str, _Kernel]:
         program = tmp_path / "program.cpp"
-        program.write_text(f'#include "{HEADER}"\n#include "{SOURCE}"\n{ENTRIES}')
+        program.write_text(f'#include "{HEADER}"\n{sealed_decode_cuda.source()}\n{ENTRIES}')
         library = tmp_path / "program.so"
         defines = sealed_decode_cuda.defines(group, rank, shape)
         command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-o", str(library)]

@@ -19,7 +19,7 @@ from headrace.ops.triton.sealed_append import open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E
 
 DIM, PAGE, MAX_GROUP = 128, 64, 8
-_SOURCE = Path(__file__).with_name("sealed_decode.cu")
+SOURCES = ("sealed_hopper.cuh", "sealed_rest.cuh", "sealed_decode.cu", "sealed_merge.cuh")
 _MERGE_THREADS = 1024
 
 
@@ -102,11 +102,16 @@ def defines(group: int, rank: int, shape: Shape) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def source() -> str:
+    """The whole program."""
+    folder = Path(__file__).parent
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+
+
 @cache
 def binary(capability: tuple[int, int], group: int, rank: int, shape: Shape) -> bytes:
     """The compiled program for so many query heads of a key head."""
-    source = _SOURCE.read_text(encoding="utf-8")
-    return cuda_source.compiled(source, capability, defines(group, rank, shape))
+    return cuda_source.compiled(source(), capability, defines(group, rank, shape))
 
 
 @cache
