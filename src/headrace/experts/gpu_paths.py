@@ -73,7 +73,7 @@ class GpuPaths:
         self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
         bases = [store.base(layer) for layer in range(store.num_layers)]
         self.launcher: Any = kernels.ExpertLauncher(
-            _slices(kernels, store.layout),
+            _slices(kernels, store.layout, nbytes),
             self.state,
             self.arena,
             torch.tensor(bases, dtype=torch.int64, device=target),
@@ -85,7 +85,9 @@ class GpuPaths:
                 out=fields.out // _WORD,
             ),
             tuning=tuning,
+            layers=[_slices(kernels, layout, nbytes) for layout in store.layouts],
         )
+        self._layer = 0  # that is planned
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
@@ -94,16 +96,17 @@ class GpuPaths:
         self.launcher.prepare(x)
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._layer = layer
         self._kernels.plan_layer(self.state, layer, ids, weights)
 
     def gather(self, layer: int) -> None:
         self.launcher.gather(layer)
 
     def hits(self, x: torch.Tensor) -> None:
-        self.launcher.hits(x)
+        self.launcher.hits(x, self._layer)
 
     def fetched(self, x: torch.Tensor) -> None:
-        self.launcher.fetched(x)
+        self.launcher.fetched(x, self._layer)
 
     def await_cpu(self) -> None:
         self.launcher.await_cpu()
@@ -128,7 +131,8 @@ class GpuPaths:
         for slot, key in enumerate(keys):
             row, piece = divmod(key, s.num_slices)
             layer, expert = divmod(row, s.num_experts)
-            pieces[slot].copy_(self._store.slab(layer, expert)[piece], non_blocking=True)
+            source = self._store.slab(layer, expert)[piece]
+            pieces[slot][: len(source)].copy_(source, non_blocking=True)
             slot_of[key], owner_of[slot] = slot, key
         self.state.slot_of.copy_(slot_of)
         self.state.owner_of.copy_(owner_of)
@@ -186,12 +190,22 @@ class GpuPaths:
 
     def product(self, act: Activation) -> SliceProduct:
         """Computes a slice for many tokens, by matrix products in bfloat16."""
-        kernels, geometry = self._kernels, _slices(self._kernels, self._store.layout)
-        return lambda piece, x: kernels.slice_product(geometry, piece, x, act)
+        kernels, nbytes = self._kernels, self._store.layout.slice_nbytes
+        layers = [_slices(kernels, layout, nbytes) for layout in self._store.layouts]
+        return lambda layer, piece, x: kernels.slice_product(layers[layer], piece, x, act)
 
 
-def _slices(kernels: Any, layout: SlabLayout) -> Any:
+def _slices(kernels: Any, layout: SlabLayout, slot_nbytes: int) -> Any:
+    """What the kernels must know of a layer's slabs, whose slices lie in slots of ``slot_nbytes``."""
     at = {part.name: part.offset for part in layout.parts}
+    stride = {part.name: part.row_nbytes for part in layout.parts}
+
+    def place(name: str, fmt: str) -> Any:
+        factors = f"{name}_factors"
+        kind = 0 if factors not in at else 2 if layout.block_factors and fmt == "fp8_e4m3" else 1
+        return kernels.MatrixPlace(
+            fmt, stride[name], stride.get(f"{name}_scales", 0), at.get(factors, 0), kind
+        )
 
     def offsets(name: str) -> tuple[int, ...]:
         return tuple(at.get(name + suffix, 0) for suffix in ("", "_scales", "_bias"))
@@ -201,8 +215,10 @@ def _slices(kernels: Any, layout: SlabLayout) -> Any:
         layout.hidden,
         layout.width,
         layout.num_slices,
-        layout.slice_nbytes,
+        slot_nbytes,
         layout.has_bias,
         offsets("gate_up"),
         offsets("down"),
+        (place("gate_up", layout.format), place("down", layout.down_format)),
+        layout.slice_nbytes,
     )

@@ -25,8 +25,8 @@ from headrace.experts.plan_oracle import FREE, PlanShape
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
 
-# Computes one slice for some tokens: (slice bytes, x [n, hidden]) -> float32 [n, hidden].
-SliceProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Computes one slice for some tokens: (layer, slot bytes, x [n, hidden]) -> float32 [n, hidden].
+SliceProduct = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SlotTable(Protocol):
@@ -110,7 +110,7 @@ class SliceRing:
         expert, piece = divmod(self._keys[self._queued], self._store.layout.num_slices)
         with self._device.use(self._copies):
             source = self._store.slab(self._layer, expert)[piece]
-            self._slots[place].copy_(source, non_blocking=True)
+            self._slots[place][: len(source)].copy_(source, non_blocking=True)
             self._arrived[place].record()
         self._queued += 1
 
@@ -168,11 +168,11 @@ class StreamPrefill:
         out = torch.zeros_like(x)
         for key in keys:
             if slots[key] != FREE:
-                self._add(out, x, uses[key // slices], self._table.slot(slots[key]))
+                self._add(layer, out, x, uses[key // slices], self._table.slot(slots[key]))
         staying = self._staying(slots, uses, streamed)
         changes: list[tuple[int, int, int]] = []
         for key, piece in self._ring:
-            self._add(out, x, uses[key // slices], piece)
+            self._add(layer, out, x, uses[key // slices], piece)
             if key in staying:
                 leaving = staying[key]
                 self._table.slot(slots[leaving]).copy_(piece)
@@ -212,8 +212,10 @@ class StreamPrefill:
     def _can_fetch(self, layer: int) -> bool:
         return bool(self._shape.max_fetch) and (self._on_host or self._store.pinned(layer))
 
-    def _add(self, out: torch.Tensor, x: torch.Tensor, uses: _Uses, piece: torch.Tensor) -> None:
-        y = self._product(piece, x.index_select(0, uses.rows))
+    def _add(
+        self, layer: int, out: torch.Tensor, x: torch.Tensor, uses: _Uses, piece: torch.Tensor
+    ) -> None:
+        y = self._product(layer, piece, x.index_select(0, uses.rows))
         out.index_add_(0, uses.rows, y.mul_(uses.weights.unsqueeze(1)))
 
     def _staying(

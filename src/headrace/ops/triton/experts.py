@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.ops.triton.expert_block_launch import BlockTuning, MatrixPlace
 from headrace.ops.triton.expert_launch import (
     FORMATS,
     ExpertLauncher,
@@ -22,7 +23,9 @@ from headrace.ops.triton.expert_state import (
 __all__ = [
     "FORMATS",
     "NUM_COUNTS",
+    "BlockTuning",
     "ExpertLauncher",
+    "MatrixPlace",
     "PlanGeometry",
     "PlanState",
     "RequestOffsets",
