@@ -100,26 +100,16 @@ def flashinfer(device: CudaDevice, peak: float, dtype: torch.dtype, size: Any) -
 # One change each from what launches take: of the kernel in CUDA C++, of Triton's over pages as they are
 # sealed and as they come. "programs": how many programs a row's parts are made for.
 SHAPES: list[dict[str, Any]] = [
-    {}, {"overlaps": True}, {"unpack": 0}, {"tau": 0.0}, {"min_part": 8}, {"max_parts": 64},
-    {"max_parts": 256},
-    {"max_parts": 256, "min_part": 2}, {"warps": 8, "blocks": 1}, {"warps": 5, "stages": 3, "blocks": 1},
-    {"warps": 7, "blocks": 1}, {"warps": 3}, {"warps": 6, "stages": 1}, {"warps": 2, "blocks": 4},
+    {}, {"stages": 3}, {"stages": 2, "blocks": 2}, {"stages": 2, "blocks": 2, "max_parts": 128},
+    {"warps": 8, "stages": 2, "max_parts": 128}, {"long_part": 16}, {"long_part": 4}, {"min_part": 4},
+    {"min_part": 1}, {"overlaps": False},
 ]  # fmt: skip
 CHANGES: dict[str, list[dict[str, Any]]] = {
-    "sealed": [
-        {}, {"num_stages": 5}, {"num_stages": 5, "max_registers": None}, {"num_stages": 3},
-        {"num_stages": 7, "max_registers": None},
-    ],
     "plain": [
-        {}, {"swapped": False, "tile": 64, "num_stages": 5}, {"swapped": False, "tile": 64, "num_stages": 7},
-        {"swapped": False, "tile": 128, "num_stages": 5}, {"swapped": False, "tile": 128},
-        {"swapped": False, "tile": 64, "num_stages": 5, "programs": 512},
-        {"swapped": False, "tile": 64, "num_stages": 7, "programs": 512},
-        {"swapped": False, "tile": 64, "num_stages": 5, "num_warps": 2, "programs": 512},
-        {"swapped": False, "tile": 32, "num_stages": 7, "num_warps": 2, "programs": 512},
-        {"swapped": False, "tile": 32, "num_stages": 5, "num_warps": 2, "programs": 1024},
-        {"swapped": False, "tile": 128, "num_stages": 5, "num_warps": 8}, {"tile": 64, "num_stages": 5},
+        {}, {"num_warps": 8}, {"tile": 32, "num_stages": 7}, {"max_registers": 168},
+        {"tile": 128, "num_stages": 3}, {"swapped": True, "tile": 128, "num_stages": 3},
     ],
+    "sealed": [{}, {"max_registers": 128}, {"num_stages": 2, "max_registers": 128}],
 }  # fmt: skip
 
 
@@ -151,7 +141,7 @@ def sweep_cuda(run: gpu.Run) -> None:
         )
     for change, shape in zip(SHAPES, shapes, strict=True):
         with patch.object(sealed_decode_cuda, "SHAPE", [shape]):
-            for size in SIZES[:2]:
+            for size in (*SIZES[:2], *SIZES[4:]):
                 about = {"op": "sweep", "kind": "cuda", "format": "nvfp4k-fp8v", "size": size}
                 work = partial(ours, run.device, run.peak, "nvfp4k-fp8v", size, 64)
                 run.attempt(about | {"change": change}, work)

@@ -42,7 +42,7 @@ def test_sealed_pages_are_put_together(kv_format: str, rank: int):
     values = torch.full(size, float("nan"), device=DEVICE, dtype=torch.bfloat16)
     sealed_layout_kernel[(4, 2, 2)](
         *parts_of(cache), there.block_tables, there.query_start, there.context_lens, keys, values,
-        2**30, there.block_tables.stride(0), 256,
+        2**30, there.block_tables.stride(0), 256, 0, 2,
         NVFP4=rank > 0, RANK=rank, FIRST=FIRST_TOKENS if rank else 0, PAGE=page, DIM=DIM, TILE=TILE,
         UNPACK=unpack_instructions(),
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_open_pages_lie_at_their_own_tiles():
     values = keys.bfloat16()
     open_layout_kernel[(-(-room // page), 2, 1)](
         cache.open_keys, cache.open_values, there.open.pages, there.query_start, there.context_lens,
-        keys, values, there.open.pages.stride(0), cache.num_shared, cache.open_offset, room,
+        keys, values, there.open.pages.stride(0), cache.num_shared, cache.open_offset, room, 0, 2,
         PAGE=page, DIM=DIM, TILE=TILE,
     )  # fmt: skip
     k, v = (x[0].transpose(0, 1).bfloat16() for x in (case.k, case.v))
@@ -121,14 +121,14 @@ CHUNKS = [
 @needs_gpu
 @pytest.mark.parametrize(("kv_format", "rank"), [("bf16", 0), ("fp8", 0), ("nvfp4k-fp8v", 4)])
 @pytest.mark.parametrize(("spans", "window"), CHUNKS)
-def test_prefill_over_a_laid_out_past(kv_format: str, rank: int, spans, window):
+def test_prefill_over_a_laid_out_past(kv_format: str, rank: int, spans, window, monkeypatch):
     """Whole prompts and chunks that start within pages and tiles, ragged, windows, sinks."""
-    from headrace.ops.triton.prefill_layout import takes
+    from headrace.ops.triton import prefill_layout
 
     heads, kv_heads = 8, 2
     if kv_format == "bf16":
         cache, batch = bf16_case(spans, kv_heads)
-        exact, name = LayerKV(cache.keys.double(), cache.values.double()), "attention_prefill"
+        exact, name = LayerKV(cache.keys.float(), cache.values.float()), "attention_prefill"
     else:
         tokens = [end for _, _, end in spans]
         case = sealed_case(kv_format, tokens, kv_heads=kv_heads, dim=DIM, page=64, rank=rank)
@@ -138,12 +138,19 @@ def test_prefill_over_a_laid_out_past(kv_format: str, rank: int, spans, window):
     rng = np.random.default_rng(3)
     q = torch.from_numpy(rng.normal(size=(len(batch.positions), heads, DIM))).float()
     sinks = torch.from_numpy(rng.normal(size=heads)).float()
-    expected = TWINS[name](q.double(), exact, batch, DIM**-0.5, window, sinks.double())
+    wide = torch.float32 if kv_format == "bf16" else torch.float64
+    expected = TWINS[name](q.to(wide), exact, batch, DIM**-0.5, window, sinks.to(wide)).double()
     args = (q.to(DEVICE), *moved((cache, batch), DEVICE), DIM**-0.5, window, sinks.to(DEVICE))
     if torch.cuda.get_device_capability() == (9, 0):
-        assert takes(args[0], args[2], kv_heads, 32 if kv_format == "bf16" else 64)
+        assert prefill_layout.takes(args[0], args[2], kv_heads, 32 if kv_format == "bf16" else 64)
     found = getattr(OPS, name)(*args)
     error = (found.cpu().double() - expected).abs().amax(-1)
     limit = OPS.chosen[name].tolerance * expected.abs().amax(-1)
     assert bool((error <= limit).all()), float((error / limit).max())
+    assert torch.equal(getattr(OPS, name)(*args), found)
+    # One key head at a time where the past is long.
+    page = 32 if kv_format == "bf16" else 64
+    one = 4 * len(spans) * prefill_layout.room_of(batch, page) * DIM
+    monkeypatch.setattr(prefill_layout, "MAX_NBYTES", one)
+    assert prefill_layout.heads_at_once(batch, kv_heads, page) == 1
     assert torch.equal(getattr(OPS, name)(*args), found)

@@ -138,7 +138,10 @@ REAL = [((32, 8), (128, 64)), ((64, 8), (64, 64)), ((4, 1), (256, 64)), ((9, 3),
 @pytest.mark.parametrize(("kv_format", "rank"), FORMATS)
 @pytest.mark.parametrize(("heads", "shape"), REAL)
 @pytest.mark.parametrize("window", [None, 512])
-def test_sealed_attention_at_real_sizes(kv_format, rank, heads, shape, window):
+def test_sealed_attention_at_real_sizes(kv_format, rank, heads, shape, window, monkeypatch):
+    """Decoding by the kernel in CUDA C++ where there is one, and by Triton's, too."""
+    from headrace.ops.triton import sealed_decode_cuda
+
     (num_heads, kv_heads), (dim, page) = heads, shape
     spans = [(0, 4600, 5000), (1, 0, 1023), (2, 16, 17), (3, 2047, 2048)]
     tokens = [end for _, _, end in spans]
@@ -167,9 +170,11 @@ def test_sealed_attention_at_real_sizes(kv_format, rank, heads, shape, window):
             window,
             sinks.to(DEVICE),
         )
-        out = getattr(OPS, name)(*args)
-        close(name, out, expected_rows(case, q, rows, dim, window, sinks))
+        out, expected = getattr(OPS, name)(*args), expected_rows(case, q, rows, dim, window, sinks)
+        close(name, out, expected)
         assert torch.equal(getattr(OPS, name)(*args), out)
+    monkeypatch.setattr(sealed_decode_cuda, "takes", lambda q, cache: False)
+    close(name, getattr(OPS, name)(*args), expected)
 
 
 @pytest.mark.gpu

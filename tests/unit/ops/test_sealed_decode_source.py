@@ -26,7 +26,6 @@ from tests.fixtures.triton_interpreter import needs_triton
 COMPILER = shutil.which("g++")
 pytestmark = [needs_triton, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
 HEADER = Path(__file__).parents[2] / "fixtures" / "cuda_on_cpu.h"
-SOURCE = Path(sealed_decode_cuda.__file__).with_name("sealed_decode.cu")
 DECODE = {op.name: op.function for op in reference.OPS}["sealed_attention_decode"]
 ENTRIES = """
 static Call the_call;
@@ -39,18 +38,21 @@ extern "C" void run_decode(const Call* call, int x, int y, int z) {
         run_block(32 * WARPS + 32);
     }
 }
-struct Merge { const float2* sums; const float *mixed, *sinks; float* out; const int* lens; int n[5]; };
+struct Merge {
+    const float2* sums; const float *mixed, *sinks; float* out; const int* lens;
+    int window; Cut cut; int slots, sinks_too;
+};
 static Merge the_merge;
 extern "C" void run_merge(const Merge* merge, int x, int y) {
     the_merge = *merge;
     gridDim = {x, y, 1};
     kernel = [] {
         Merge& m = the_merge;
-        sealed_merge(m.sums, m.mixed, m.sinks, m.out, m.lens, m.n[0], m.n[1], m.n[2], m.n[3], m.n[4]);
+        sealed_merge(m.sums, m.mixed, m.sinks, m.out, m.lens, m.window, m.cut, m.slots, m.sinks_too);
     };
     for (int i = 0; i < x * y; i++) {
         blockIdx = {i % x, i / x, 0};
-        run_block(512);
+        run_block(1024);
     }
 }
 """
@@ -59,8 +61,9 @@ extern "C" void run_merge(const Merge* merge, int x, int y) {
 class _Merge(ctypes.Structure):
     _fields_ = (
         *((f"pointer{i}", ctypes.c_void_p) for i in range(5)),
-        *((f"number{i}", ctypes.c_int) for i in range(5)),
-    )
+        ("window", ctypes.c_int), ("cut", sealed_decode_cuda.Cut), ("slots", ctypes.c_int),
+        ("sinks_too", ctypes.c_int),
+    )  # fmt: skip
 
 
 class _Kernel:
@@ -72,7 +75,11 @@ class _Kernel:
     def launch(
         self, grid: tuple[int, int, int], threads: int, *args: Any, overlaps: bool = False
     ) -> None:
-        packed = args[0] if self.structure is None else self.structure(*(a.value for a in args))
+        packed = (
+            args[0]
+            if self.structure is None
+            else self.structure(*(getattr(a, "value", a) for a in args))
+        )
         self.function(ctypes.byref(packed), *grid[: self.dims])
 
 
@@ -82,7 +89,7 @@ def kernels(tmp_path: Path):
 
     def build(group: int, rank: int, shape: sealed_decode_cuda.Shape) -> dict[str, _Kernel]:
         program = tmp_path / "program.cpp"
-        program.write_text(f'#include "{HEADER}"\n#include "{SOURCE}"\n{ENTRIES}')
+        program.write_text(f'#include "{HEADER}"\n{sealed_decode_cuda.source()}\n{ENTRIES}')
         library = tmp_path / "program.so"
         defines = sealed_decode_cuda.defines(group, rank, shape)
         command = [COMPILER, "-O1", "-std=c++20", "-w", "-shared", "-fPIC", "-o", str(library)]
@@ -102,10 +109,10 @@ SHAPE = sealed_decode_cuda.Shape()
 CASES = [
     # contexts, (heads, key heads), rank, window, shape
     ([30, 64, 65, 9 * 64 + 1], (8, 2), 4, None, SHAPE),
-    ([200, 700, 17], (3, 3), 0, 100, replace(SHAPE, unpack=0)),
-    # Parts longer than the 16 pages whose r . q is computed at a time, and three to a warp.
-    ([45 * 64 + 5], (8, 1), 4, 2700, replace(SHAPE, max_parts=2, warps=1)),
-    ([25 * 64], (4, 1), 4, None, replace(SHAPE, min_part=2, warps=3)),
+    ([200, 700, 17], (3, 3), 0, 100, SHAPE),
+    # Parts longer than most, and of an odd number of pages.
+    ([45 * 64 + 5], (8, 1), 4, 2700, replace(SHAPE, few_parts=1, max_parts=2, warps=1)),
+    ([25 * 64], (4, 1), 4, None, replace(SHAPE, warps=3, stages=2, max_parts=128)),
 ]
 
 

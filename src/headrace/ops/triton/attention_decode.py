@@ -8,8 +8,9 @@ The cut depends on the row's own number of keys only, not on the batch or on the
 table, so a row's bits do not depend on its neighbours, and a captured graph gives those of an eager
 step. Grids depend on shapes only.
 
-Operands are swapped, S^T = K Q^T and O^T = V^T P^T: the query heads that share a key head pad to 8
-columns instead of 16 rows.
+Query heads that share a key head are rows of both products, padded to 16. As columns, S^T = K Q^T and
+O^T = V^T P^T, they pad to 8, but values that lie row by row then go through registers instead of being
+loaded ahead; float32 takes that way.
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
@@ -20,8 +21,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.triton import tuning
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
@@ -111,12 +114,11 @@ def part_kernel(
     scale, window, heads, group, stride_table, stride_block, stride_head,
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    SWAPPED: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()  # merging may be started, and waits for the parts itself
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    context = tl.load(context_lens + sequence)
-    begin = tl.maximum(context - window, 0)  # the first position that the row sees
-    size = part_size(context - begin, MIN_PART, PARTS)
     member, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
     row = sequence.to(tl.int64) * heads + kv_head * group + member
     table = tables + sequence.to(tl.int64) * stride_table
@@ -129,6 +131,10 @@ def part_kernel(
     else:
         real = (member < group)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + row[:, None] * DIM + d[None, :], mask=real, other=0.0) * scale
+    # Loaded after the query, whose latency theirs then hides.
+    context = tl.load(context_lens + sequence)
+    begin = tl.maximum(context - window, 0)  # the first position that the row sees
+    size = part_size(context - begin, MIN_PART, PARTS)
     query = query.to(keys.dtype.element_ty)
     for part in range(tl.program_id(2), tl.cdiv(context - begin, size), tl.num_programs(2)):
         start = begin + part * size
@@ -174,7 +180,7 @@ def part_kernel(
 def merge_kernel(
     sums, mixed, sinks, out, context_lens, window, heads, dim,
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
@@ -184,6 +190,8 @@ def merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
     row = sequence.to(tl.int64) * heads + head
+    if OVERLAPS:
+        cuda.gdc_wait()
     merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 
@@ -216,12 +224,13 @@ def attention_decode(
     seen = window or 2**31 - 1
     tuned = decode_tuning(q.device, dim, sealed=False)
     swapped = exact or tuned.swapped
+    overlaps = tuning.overlaps(q.device)
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         MIN_PART=PART_TOKENS, PARTS=most, PAGE=cache.block_tokens,
-        GROUP=max(triton.next_power_of_2(group), 8 if swapped else 16), SWAPPED=swapped,
+        GROUP=max(triton.next_power_of_2(group), 8 if swapped else 16), SWAPPED=swapped, OVERLAPS=overlaps,
         DIM=dim, WIDE=triton.next_power_of_2(dim),
         TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
         num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
@@ -231,6 +240,7 @@ def attention_decode(
     merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
         MIN_PART=PART_TOKENS, PARTS=most, DIM=triton.next_power_of_2(dim),
-        HAS_SINKS=sinks is not None, LOG2=LOG2_E, num_warps=4,
+        HAS_SINKS=sinks is not None, LOG2=LOG2_E, OVERLAPS=overlaps, num_warps=4,
+        **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
     return out

@@ -79,7 +79,7 @@ class Example:
 _SEALED = {"PAGE": 64, "HALF": 64, "FIRST": FIRST_TOKENS}
 _NVFP4 = {**_SEALED, "NVFP4": True, "RANK": 4}
 _FP8 = {**_SEALED, "NVFP4": False, "RANK": 0, "FIRST": 0}
-_PARTS = {"DIM": 128, "GROUP": 8, "MIN_PART": 4, "PARTS": 64}
+_PARTS = {"DIM": 128, "GROUP": 8, "MIN_PART": 4, "PARTS": 64, "OVERLAPS": False}
 _ROWS = {
     **{"DIM": 128, "ROWS": 128, "HAS_SINKS": True, "HAS_WINDOW": False, "LOG2": LOG2_E},
     **{"TAU": 0, "POLYNOMIAL": 0},
@@ -92,14 +92,16 @@ EXAMPLES: dict[str, Example] = {
     "seal_fp8": Example(sealed_append.seal_kernel, {**_FP8, "UNIT": RESIDUAL_UNIT}, 8),
     "decode_bf16": Example(
         attention_decode.part_kernel,
-        {**_PLAIN, "WIDE": 128, "PAGE": 32, "GROUP": 8, "MIN_PART": 128, "PARTS": 32, "SWAPPED": True},
-        num_stages=4,
+        {**_PLAIN, "WIDE": 128, "PAGE": 32, "GROUP": 16, "MIN_PART": 128, "PARTS": 32,
+         "SWAPPED": False, "OVERLAPS": False},
+        num_stages=5,
     ),
     "decode_fp8": Example(sealed_decode.sealed_part_kernel, {**_FP8, **_PARTS}),
     "decode_nvfp4k_fp8v": Example(sealed_decode.sealed_part_kernel, {**_NVFP4, **_PARTS}),
     "decode_merge": Example(
         sealed_decode.sealed_merge_kernel,
-        {"PAGE": 64, "MIN_PART": 4, "PARTS": 64, "DIM": 128, "HAS_SINKS": True, "LOG2": LOG2_E},
+        {"PAGE": 64, "MIN_PART": 4, "PARTS": 64, "DIM": 128, "HAS_SINKS": True, "LOG2": LOG2_E,
+         "OVERLAPS": False},
     ),
     "prefill_fp8": Example(sealed_prefill.sealed_prefill_kernel, {**_FP8, **_ROWS}, 8),
     "prefill_nvfp4k_fp8v": Example(sealed_prefill.sealed_prefill_kernel, {**_NVFP4, **_ROWS}, 8),

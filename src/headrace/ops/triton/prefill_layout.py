@@ -20,22 +20,30 @@ from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, 
 TILE, DIM = 128, 128  # keys of a tile, and the only head size that the kernel over tiles has
 # Below this many rows of a sequence, laying the past out costs more than it saves.
 MIN_ROWS = 512
-# Of a laid out past at most; beyond it the pages are read as they lie.
-MAX_NBYTES = 256 << 20
+# Of a laid out past at most: longer ones are laid out for some key heads at a time.
+MAX_NBYTES = 128 << 20
 
 
 def takes(q: torch.Tensor, batch: AttentionBatch, kv_heads: int, page: int) -> bool:
     """Whether the past of a chunk [T, H, hd] is worth laying out, and can be, on its device."""
     if interpreted() or q.device.type != "cuda":
         return False
-    sequences = batch.block_tables.shape[0]
     return (
         q.shape[2] == DIM
-        and q.shape[0] >= MIN_ROWS * sequences
+        and q.shape[0] >= MIN_ROWS * batch.block_tables.shape[0]
         and TILE % page == 0
-        and 4 * sequences * kv_heads * room_of(batch, page) * DIM <= MAX_NBYTES
+        and heads_at_once(batch, kv_heads, page) > 0
         and torch.cuda.get_device_capability(q.device) == (9, 0)
     )
+
+
+def heads_at_once(batch: AttentionBatch, kv_heads: int, page: int) -> int:
+    """Key heads whose past is laid out at a time, a divisor of all; 0: not even one fits."""
+    head_nbytes = 4 * batch.block_tables.shape[0] * room_of(batch, page) * DIM
+    for heads in range(kv_heads, 0, -1):
+        if kv_heads % heads == 0 and heads * head_nbytes <= MAX_NBYTES:
+            return heads
+    return 0
 
 
 def room_of(batch: AttentionBatch, page: int) -> int:
@@ -46,10 +54,13 @@ def room_of(batch: AttentionBatch, page: int) -> int:
 @triton.jit
 def plain_layout_kernel(
     keys, values, tables, query_start, context_lens, out_keys, out_values,
-    window, stride_table, stride_block, stride_head, room,
+    window, stride_table, stride_block, stride_head, room, first_head,
     PAGE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS positions of a sequence and head: to [S, Hkv, room, D], zeros up to the end of a tile."""
+    """ROWS positions of a sequence and head: to [S, H, room, D], zeros up to the end of a tile.
+
+    H: key heads from ``first_head`` on, as many as the grid has
+    """
     sequence, kv_head, kv_heads = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     context = tl.load(context_lens + sequence)
     rows = tl.load(query_start + sequence + 1) - tl.load(query_start + sequence)
@@ -62,7 +73,8 @@ def plain_layout_kernel(
     there = t < context
     table = tables + sequence.to(tl.int64) * stride_table
     block = tl.load(table + t // PAGE, mask=there, other=0).to(tl.int64)
-    at = (block * stride_block + kv_head * stride_head + (t % PAGE) * DIM)[:, None] + d[None, :]
+    at = block * stride_block + (first_head + kv_head) * stride_head + (t % PAGE) * DIM
+    at = at[:, None] + d[None, :]
     to = ((sequence * kv_heads + kv_head).to(tl.int64) * room + t)[:, None] * DIM + d[None, :]
     tl.store(out_keys + to, tl.load(keys + at, mask=there[:, None], other=0.0))
     tl.store(out_values + to, tl.load(values + at, mask=there[:, None], other=0.0))
@@ -72,6 +84,7 @@ def plain_layout_kernel(
 def sealed_layout_kernel(
     key_codes, key_scales, key_residuals, key_refs, value_codes, page_scales, first_keys, directions,
     tables, query_start, context_lens, out_keys, out_values, window, stride_table, room,
+    first_head, all_heads,
     NVFP4: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +105,7 @@ def sealed_layout_kernel(
         tl.store(out_values + to + d[None, :], tl.zeros((PAGE, DIM), tl.bfloat16))
         return
     block = tl.load(tables + sequence.to(tl.int64) * stride_table + page).to(tl.int64)
-    block = block * kv_heads + kv_head
+    block = block * all_heads + first_head + kv_head
     g = tl.load(page_scales + 2 * block)
     if NVFP4:
         j = tl.arange(0, DIM // 16)
@@ -109,7 +122,7 @@ def sealed_layout_kernel(
         for r in tl.static_range(RANK):
             left = tl.load(key_residuals + block * (PAGE * RANK) + t * RANK + r)
             left = e4m3_to_f16(left, UNPACK).to(tl.float32) * (g * 16.0)
-            along = directions + (kv_head * RANK + r) * DIM + i
+            along = directions + ((first_head + kv_head) * RANK + r) * DIM + i
             low += left[:, None] * tl.load(along)[None, :]
             high += left[:, None] * tl.load(along + half)[None, :]
         low, high = low.to(tl.float16), high.to(tl.float16)
@@ -133,11 +146,11 @@ def sealed_layout_kernel(
 @triton.jit
 def open_layout_kernel(
     open_keys, open_values, open_pages, query_start, context_lens, out_keys, out_values,
-    stride_pages, num_shared, open_offset, room,
+    stride_pages, num_shared, open_offset, room, first_head, all_heads,
     PAGE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One page that rows of the step lie in, as it is open: to [Hkv, room, D], from ``own_row`` on."""
-    kv_head, kv_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+    """One page that rows of the step lie in, as it is open: to [H, room, D], from ``own_row`` on."""
+    kv_head, sequence = tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + sequence)
     begin = tl.load(query_start + sequence)
     rows = tl.load(query_start + sequence + 1) - begin
@@ -151,7 +164,8 @@ def open_layout_kernel(
     used = (page >= first) & (position < context)
     slot = tl.load(open_pages + sequence * stride_pages + page - first, mask=used, other=0)
     slot += tl.where(slot >= num_shared, open_offset, 0)
-    at = ((slot.to(tl.int64) * kv_heads + kv_head) * PAGE + t)[:, None] * DIM + d[None, :]
+    at = (slot.to(tl.int64) * all_heads + first_head + kv_head) * PAGE + t
+    at = at[:, None] * DIM + d[None, :]
     there = (used & (position + t < context))[:, None] & (d >= 0)[None, :]
     to = kv_head.to(tl.int64) * room + own_row(begin, sequence, TILE) + offset
     to = (to + t)[:, None] * DIM + d[None, :]

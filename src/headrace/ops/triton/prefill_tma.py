@@ -13,6 +13,7 @@ Written in Gluon, Triton's lower language, since the order of these steps is wha
 from __future__ import annotations
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,6 +31,7 @@ from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.prefill_layout import (
     DIM,
     TILE,
+    heads_at_once,
     open_layout_kernel,
     own_row,
     plain_layout_kernel,
@@ -209,7 +211,7 @@ def _attend(
 @gluon.jit
 def flash_kernel(
     q, keys, values, own_keys, own_values, query_start, context_lens, sinks, out,
-    scale, window, num_sequences, group, room, own_room,
+    scale, window, num_sequences, group, room, own_room, first_head, all_heads,
     SEALED: gl.constexpr, PAGE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_WINDOW: gl.constexpr,
     LOG2: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -222,9 +224,11 @@ def flash_kernel(
         first = 0
         if HAS_WINDOW:
             first = gl.maximum(gl.maximum(tile * ROWS, start) - window + 1, 0) // TILE
+        # Of the key heads whose past is laid out.
         base = (sequence * (heads // group) + head // group) * room
         own_base = head // group * own_room + own_row(begin, sequence, TILE)
         own_base += (tile - start // TILE) * TILE
+        head += first_head
         key_tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, DIM], keys.layout)
         value_tiles = gl.allocate_shared_memory(values.dtype, [STAGES, TILE, DIM], values.layout)
         query_tiles = gl.allocate_shared_memory(
@@ -244,10 +248,10 @@ def flash_kernel(
         gl.warp_specialize(
             [
                 (_attend, (q, sinks, out, key_tiles, value_tiles, query_tiles, bars, begin, start,
-                           context, tile, first, scale, window, head, heads,
+                           context, tile, first, scale, window, head, all_heads,
                            0, SEALED, PAGE, HAS_SINKS, HAS_WINDOW, LOG2, ROWS, TILE, DIM, STAGES)),
                 (_attend, (q, sinks, out, key_tiles, value_tiles, query_tiles, bars, begin, start,
-                           context, tile, first, scale, window, head, heads,
+                           context, tile, first, scale, window, head, all_heads,
                            1, SEALED, PAGE, HAS_SINKS, HAS_WINDOW, LOG2, ROWS, TILE, DIM, STAGES)),
                 (_load, (keys, values, own_keys, own_values, key_tiles, value_tiles, bars, base,
                          own_base, tile, first, SEALED, TILE, STAGES)),
@@ -257,26 +261,28 @@ def flash_kernel(
 
 
 def _launch(
-    q: torch.Tensor, laid: tuple[torch.Tensor, ...], batch: AttentionBatch, scale: float,
-    window: int | None, sinks: torch.Tensor | None, kv_heads: int, *, sealed: bool, page: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, out: torch.Tensor, laid: list[torch.Tensor], batch: AttentionBatch, scale: float,
+    window: int | None, sinks: torch.Tensor | None, kv_heads: tuple[int, int, int], *, sealed: bool,
+    page: int,
+) -> None:  # fmt: skip
+    """Attention of some key heads' queries; kv_heads: the first, how many, and how many there are."""
     rows, heads, _ = q.shape
     sequences = batch.context_lens.shape[0]
-    out = torch.empty_like(q)
+    first, count, total = kv_heads
+    group = heads // total
     tiles = [
         TensorDescriptor.from_tensor(x.view(-1, DIM), [TILE, DIM], gl.NVMMASharedLayout(128, 16, 2))
         for x in laid
     ]
     # Tiles are aligned to positions: a sequence may have one more at each end than its rows fill.
     # Heads run first, so that the tiles with the longest pasts start before all others.
-    flash_kernel[(heads, rows // ROWS + 2 * sequences)](
+    flash_kernel[(count * group, rows // ROWS + 2 * sequences)](
         q, *tiles, batch.query_start, batch.context_lens, q if sinks is None else sinks, out,
-        scale * LOG2_E, window or 2**30, sequences, heads // kv_heads,
-        laid[0].shape[-2], laid[2].shape[-2],
+        scale * LOG2_E, window or 2**30, sequences, group, laid[0].shape[-2], laid[2].shape[-2],
+        first * group, heads,
         SEALED=sealed, PAGE=page, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None,
         LOG2=LOG2_E, ROWS=ROWS, TILE=TILE, DIM=DIM, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 def plain(
@@ -285,19 +291,23 @@ def plain(
 ) -> torch.Tensor:  # fmt: skip
     """``attention_prefill`` over bfloat16 pages, of operands that ``prefill_layout.takes`` says yes to."""
     q = q.contiguous()
-    keys, kv_heads = cache.keys, cache.keys.shape[1]
-    sequences, room = batch.context_lens.shape[0], room_of(batch, cache.block_tokens)
-    size = (sequences, kv_heads, room, DIM)
+    keys, kv_heads, page = cache.keys, cache.keys.shape[1], cache.block_tokens
+    sequences, room = batch.context_lens.shape[0], room_of(batch, page)
+    count = heads_at_once(batch, kv_heads, page)
+    size = (sequences, count, room, DIM)
     laid = [torch.empty(size, device=q.device, dtype=torch.bfloat16) for _ in range(2)]
-    plain_layout_kernel[(room // LAID_ROWS, kv_heads, sequences)](
-        keys, cache.values, batch.block_tables, batch.query_start, batch.context_lens, *laid,
-        window or 2**30, batch.block_tables.stride(0), keys.stride(0), keys.stride(1), room,
-        PAGE=cache.block_tokens, DIM=DIM, ROWS=LAID_ROWS, TILE=TILE,
-    )  # fmt: skip
-    return _launch(
-        q, (*laid, *laid), batch, scale, window, sinks, kv_heads, sealed=False,
-        page=cache.block_tokens,
-    )  # fmt: skip
+    out = torch.empty_like(q)
+    for first in range(0, kv_heads, count):
+        plain_layout_kernel[(room // LAID_ROWS, count, sequences)](
+            keys, cache.values, batch.block_tables, batch.query_start, batch.context_lens, *laid,
+            window or 2**30, batch.block_tables.stride(0), keys.stride(0), keys.stride(1), room, first,
+            PAGE=page, DIM=DIM, ROWS=LAID_ROWS, TILE=TILE,
+        )  # fmt: skip
+        _launch(
+            q, out, laid * 2, batch, scale, window, sinks, (first, count, kv_heads), sealed=False,
+            page=page,
+        )  # fmt: skip
+    return out
 
 
 def sealed(
@@ -310,21 +320,26 @@ def sealed(
     sequences, room = batch.context_lens.shape[0], room_of(batch, page)
     where = open_of(batch)
     own_room = q.shape[0] + 2 * TILE * sequences
+    count = heads_at_once(batch, kv_heads, page)
     types = (torch.float16, torch.bfloat16)
-    laid = [torch.empty(sequences, kv_heads, room, DIM, device=q.device, dtype=t) for t in types]
-    own = [torch.empty(kv_heads, own_room, DIM, device=q.device, dtype=t) for t in types]
-    sealed_layout_kernel[(room // page, kv_heads, sequences)](
-        *parts_of(cache), batch.block_tables, batch.query_start, batch.context_lens, *laid,
-        window or 2**30, batch.block_tables.stride(0), room,
-        NVFP4=cache.key_scales is not None, RANK=cache.rank,
-        FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page, DIM=DIM, TILE=TILE,
-        UNPACK=unpack_instructions(),
-    )  # fmt: skip
-    open_layout_kernel[(own_room // page, kv_heads, sequences)](
-        cache.open_keys, cache.open_values, where.pages, batch.query_start, batch.context_lens, *own,
-        where.pages.stride(0), cache.num_shared, cache.open_offset, own_room,
-        PAGE=page, DIM=DIM, TILE=TILE,
-    )  # fmt: skip
-    return _launch(
-        q, (*laid, *own), batch, scale, window, sinks, kv_heads, sealed=True, page=page
-    )  # fmt: skip
+    laid = [torch.empty(sequences, count, room, DIM, device=q.device, dtype=t) for t in types]
+    own = [torch.empty(count, own_room, DIM, device=q.device, dtype=t) for t in types]
+    out = torch.empty_like(q)
+    for first in range(0, kv_heads, count):
+        sealed_layout_kernel[(room // page, count, sequences)](
+            *parts_of(cache), batch.block_tables, batch.query_start, batch.context_lens, *laid,
+            window or 2**30, batch.block_tables.stride(0), room, first, kv_heads,
+            NVFP4=cache.key_scales is not None, RANK=cache.rank,
+            FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page, DIM=DIM, TILE=TILE,
+            UNPACK=unpack_instructions(),
+        )  # fmt: skip
+        open_layout_kernel[(triton.cdiv(own_room, page), count, sequences)](
+            cache.open_keys, cache.open_values, where.pages, batch.query_start, batch.context_lens,
+            *own, where.pages.stride(0), cache.num_shared, cache.open_offset, own_room, first, kv_heads,
+            PAGE=page, DIM=DIM, TILE=TILE,
+        )  # fmt: skip
+        _launch(
+            q, out, [*laid, *own], batch, scale, window, sinks, (first, count, kv_heads), sealed=True,
+            page=page,
+        )  # fmt: skip
+    return out

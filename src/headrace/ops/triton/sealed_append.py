@@ -184,6 +184,11 @@ def open_of(batch: AttentionBatch) -> OpenBatch:
     return batch.open
 
 
+def half_width(dim: int) -> int:
+    """Channels of half a head, padded to what a product takes."""
+    return max(triton.next_power_of_2(dim // 2), 16)
+
+
 def parts_of(cache: SealedKV) -> tuple[torch.Tensor, ...]:
     """The cache's pages in the kernels' order; parts that the format has not are stood for by others."""
     nothing = cache.page_scales  # never read

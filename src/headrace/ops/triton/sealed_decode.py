@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
@@ -29,9 +30,9 @@ from headrace.ops.triton import sealed_decode_cuda
 from headrace.ops.triton.attention_decode import num_parts
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
-from headrace.ops.triton.sealed_append import open_of, parts_of
+from headrace.ops.triton.sealed_append import half_width, open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
-from headrace.ops.triton.tuning import decode_tuning
+from headrace.ops.triton.tuning import decode_tuning, overlaps
 
 # Programs of a row: what 132 multiprocessors run at a time, four each.
 PART_PROGRAMS = 512
@@ -111,8 +112,10 @@ def sealed_part_kernel(
     scale, window, heads, group, max_pages, stride_table, stride_pages, num_shared, open_offset,
     NVFP4: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, MIN_PART: tl.constexpr,
-    PARTS: tl.constexpr, UNPACK: tl.constexpr,
+    PARTS: tl.constexpr, UNPACK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()  # merging may be started, and waits for the parts itself
     sequence, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     context = tl.load(context_lens + sequence)
     begin = tl.maximum(context - window, 0)  # the first position that the row sees
@@ -224,7 +227,7 @@ def sealed_part_kernel(
 def sealed_merge_kernel(
     sums, mixed, sinks, out, context_lens, window, heads, dim,
     PAGE: tl.constexpr, MIN_PART: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
@@ -234,6 +237,8 @@ def sealed_merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
     row = sequence.to(tl.int64) * heads + head
+    if OVERLAPS:
+        cuda.gdc_wait()
     merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 
@@ -272,6 +277,7 @@ def sealed_attention_decode(
     nvfp4 = cache.key_scales is not None
     shifts = torch.empty(rows * kv_heads * max_pages * width if nvfp4 else 1, device=q.device)
     tuned = decode_tuning(q.device, dim, sealed=True)
+    overlapping = overlaps(q.device)
     sealed_part_kernel[(rows, kv_heads, programs)](
         q, *parts_of(cache),
         cache.open_keys, cache.open_values, batch.block_tables, where.pages, batch.context_lens,
@@ -279,14 +285,16 @@ def sealed_attention_decode(
         batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,
         NVFP4=nvfp4, RANK=cache.rank,
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=page,
-        DIM=dim, HALF=triton.next_power_of_2(dim // 2), GROUP=width,
+        DIM=dim, HALF=half_width(dim), GROUP=width,
         MIN_PART=min_part, PARTS=most, UNPACK=unpack_instructions(),
+        OVERLAPS=overlapping,
         num_warps=tuned.num_warps, num_stages=tuned.num_stages, maxnreg=tuned.max_registers,
     )  # fmt: skip
     out = torch.empty_like(q)
     sealed_merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
         PAGE=page, MIN_PART=min_part, PARTS=most, DIM=triton.next_power_of_2(dim),
-        HAS_SINKS=sinks is not None, LOG2=LOG2_E, num_warps=4,
+        HAS_SINKS=sinks is not None, LOG2=LOG2_E, OVERLAPS=overlapping, num_warps=4,
+        **({"launch_pdl": True} if overlapping else {}),
     )  # fmt: skip
     return out

@@ -19,31 +19,39 @@ from headrace.ops.triton.sealed_append import open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E
 
 DIM, PAGE, MAX_GROUP = 128, 64, 8
-_SOURCE = Path(__file__).with_name("sealed_decode.cu")
-_MERGE_THREADS = 512
+SOURCES = ("sealed_hopper.cuh", "sealed_rest.cuh", "sealed_decode.cu", "sealed_merge.cuh")
+_MERGE_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class Shape:
     """How the work is cut, and compile-time choices of the kernel.
 
-    min_part: pages of a part at least; max_parts: of a row at most, 511
+    min_part, long_part: pages of a part at least, and before a row has more than few_parts
+    max_parts: of a row at most, 1023
     warps: of a block, each with a part; stages: pages that a warp holds; blocks: of a multiprocessor
+        (H200, 2026-11-30, batch 1 at 128K / 8 at 32K in us: 3 stages 60.0 / 121.8; 4 62.5 / 126.3; 2 stages
+        and 2 blocks 66.1 / 127.7; 8 warps, 2 stages, 128 parts 64.8 / 126.6)
     overlaps: merging is started before the parts are done, and waits for them itself
-    unpack: 1 by E4M3 conversions, 0 by bits put where float16 has them
     """
 
-    min_part: int = 4
-    max_parts: int = 128
+    min_part: int = 2
+    long_part: int = 8
+    few_parts: int = 64
+    max_parts: int = 64
     warps: int = 4
-    stages: int = 2
-    blocks: int = 2
-    unpack: int = 1
-    tau: float = 8.0
-    overlaps: bool = False
+    stages: int = 3
+    blocks: int = 1
+    overlaps: bool = True
 
 
 SHAPE = [Shape()]  # the only entry is what launches use; the benchmark's sweep puts others there
+
+
+class Cut(ctypes.Structure):
+    """``Cut`` of the source."""
+
+    _fields_ = tuple((n, ctypes.c_int) for n in ("min_part", "long_part", "few_parts", "max_parts"))
 
 
 class _Call(ctypes.Structure):
@@ -57,16 +65,16 @@ class _Call(ctypes.Structure):
         )),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in (
-            "window", "kv_heads", "stride_table", "stride_pages", "num_shared", "open_offset",
-            "min_part", "max_parts", "slots",
+            "window", "kv_heads", "stride_table", "stride_pages", "num_shared", "open_offset", "slots",
         )),
+        ("cut", Cut),
     )  # fmt: skip
 
 
 def shared_nbytes(shape: Shape, rank: int) -> int:
     """Bytes of the kernel's ``Shared``."""
-    page = PAGE * (DIM // 2 + DIM + DIM // 16 + rank)
-    lane = shape.stages * page + 16 * 8 * 4 + 16 * 8 + 8 * shape.stages
+    page = PAGE * (DIM // 2 + DIM + DIM // 16 + rank) + 2 * DIM + 16
+    lane = shape.stages * (page + 8)
     lane = -(-lane // 128) * 128
     rest = 8 * DIM * 4 + 8 * 4 * 4 + 32 * 8 * 4
     return -(-(shape.warps * lane + rest) // 128) * 128
@@ -92,16 +100,20 @@ def defines(group: int, rank: int, shape: Shape) -> tuple[str, ...]:
     """What the source is compiled with."""
     return (
         f"GROUP={group}", f"RANK={rank}", f"STAGES={shape.stages}", f"WARPS={shape.warps}",
-        f"BLOCKS={shape.blocks}", f"UNPACK={shape.unpack}", f"TAU={shape.tau:f}f",
-        f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
+        f"BLOCKS={shape.blocks}", f"SHARED_NBYTES={shared_nbytes(shape, rank)}",
     )  # fmt: skip
+
+
+def source() -> str:
+    """The whole program."""
+    folder = Path(__file__).parent
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
 
 
 @cache
 def binary(capability: tuple[int, int], group: int, rank: int, shape: Shape) -> bytes:
     """The compiled program for so many query heads of a key head."""
-    source = _SOURCE.read_text(encoding="utf-8")
-    return cuda_source.compiled(source, capability, defines(group, rank, shape))
+    return cuda_source.compiled(source(), capability, defines(group, rank, shape))
 
 
 @cache
@@ -141,6 +153,7 @@ def decode(
     resident = shape.blocks * _num_multiprocessors(device)
     blocks = max(min(-(-parts // shape.warps), resident // (rows * kv_heads)), 1)
     seen = window or 2**30
+    cut = Cut(shape.min_part, shape.long_part, shape.few_parts, shape.max_parts)
     tensors = (
         q, *parts_of(cache), cache.open_keys, cache.open_values, batch.block_tables, where.pages,
         batch.context_lens, sums, mixed,
@@ -148,7 +161,7 @@ def decode(
     call = _Call(
         *(t.data_ptr() for t in tensors), scale * LOG2_E, seen, kv_heads,
         batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,
-        shape.min_part, shape.max_parts, slots,
+        slots, cut,
     )  # fmt: skip
     kernels = _kernels(device, heads // kv_heads, cache.rank, shape)
     kernels["sealed_decode"].launch((blocks, kv_heads, rows), 32 * shape.warps + 32, call)
@@ -156,12 +169,12 @@ def decode(
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, mixed)]
     pointers += [ctypes.c_void_p(0 if sinks is None else sinks.data_ptr())]
     pointers += [ctypes.c_void_p(t.data_ptr()) for t in (out, batch.context_lens)]
-    numbers = (seen, shape.min_part, shape.max_parts, slots, int(sinks is not None))
+    numbers = (ctypes.c_int(seen), cut, ctypes.c_int(slots), ctypes.c_int(sinks is not None))
     kernels["sealed_merge"].launch(
         (heads, rows, 1),
         _MERGE_THREADS,
         *pointers,
-        *(ctypes.c_int(n) for n in numbers),
+        *numbers,
         overlaps=shape.overlaps,
     )
     return out

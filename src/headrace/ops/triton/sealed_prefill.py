@@ -22,7 +22,7 @@ from headrace.ops.records import AttentionBatch, SealedKV
 from headrace.ops.triton import prefill_layout
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
-from headrace.ops.triton.sealed_append import open_of, parts_of
+from headrace.ops.triton.sealed_append import half_width, open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, absorb_rows, fetch, first_sums, tile_of
 from headrace.ops.triton.tuning import prefill_tuning
 
@@ -224,7 +224,7 @@ def sealed_attention_prefill(
         batch.block_tables.stride(0), where.pages.stride(0), cache.num_shared, cache.open_offset,
         NVFP4=cache.key_scales is not None, RANK=cache.rank,
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=cache.block_tokens, DIM=dim,
-        HALF=triton.next_power_of_2(dim // 2), ROWS=tuned.rows, HAS_SINKS=sinks is not None,
+        HALF=half_width(dim), ROWS=tuned.rows, HAS_SINKS=sinks is not None,
         HAS_WINDOW=window is not None, LOG2=LOG2_E, TAU=tuned.tau, POLYNOMIAL=tuned.polynomial,
         UNPACK=unpack_instructions(), num_warps=tuned.num_warps, num_stages=tuned.num_stages,
     )  # fmt: skip

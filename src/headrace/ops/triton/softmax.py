@@ -138,8 +138,13 @@ def merge_parts(
     """
     part, d = tl.arange(0, PARTS), tl.arange(0, DIM)
     here = part < count
+    # All loads before what waits for any of them.
     top = tl.load(sums + 2 * (row * PARTS + part), mask=here, other=float("-inf"))
     total = tl.load(sums + 2 * (row * PARTS + part) + 1, mask=here, other=0.0)
+    inside = here[:, None] & (d < dim)[None, :]
+    pieces = tl.load(
+        mixed + (row * PARTS + part)[:, None] * dim + d[None, :], mask=inside, other=0.0
+    )
     most = tl.max(top, 0)
     if HAS_SINK:
         most = tl.maximum(most, sink)
@@ -147,9 +152,5 @@ def merge_parts(
     bottom = tl.sum(total * share, 0)
     if HAS_SINK:
         bottom += tl.exp2(sink - most)
-    inside = here[:, None] & (d < dim)[None, :]
-    pieces = tl.load(
-        mixed + (row * PARTS + part)[:, None] * dim + d[None, :], mask=inside, other=0.0
-    )
     value = tl.sum(pieces * share[:, None], 0) / bottom
     tl.store(out + row * dim + d, value.to(out.dtype.element_ty), mask=d < dim)
