@@ -8,7 +8,7 @@
 // A value is x = h + l, h the nearest bfloat16 and l the nearest one of what is left: 16 bits. The products h h,
 // l h (weight l, activation h) and h l are added in this order, step by step, in one float32 sum; l l, below 2^-16
 // of the product, is left out. So a token's bits depend neither on the other tokens nor on the rows that share its
-// tiles, but they are not those of kernels.h: see docs/adr/0006-matrix-tiles.md.
+// tiles, but they are not those of kernels.h: see docs/adr/0008-matrix-tiles.md.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -57,6 +57,7 @@ class Op:
     """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle.
 
     times_parts: a block whose function takes ``seconds``, doubles that grow by the times of its parts.
+    takes_sealed: an ``attention_block`` that serves caches whose pages are sealed, too
     marks_parts: a block whose function takes ``mark``, which it calls with the place in ``BLOCKS`` of each
     part once that is launched; parts that are one kernel are marked once, as the first of them.
     """
@@ -66,6 +67,7 @@ class Op:
     function: Callable[..., Any]
     tolerance: float
     times_parts: bool = False
+    takes_sealed: bool = False
     marks_parts: bool = False
 
 

@@ -4,7 +4,7 @@
 instruction set; without it the best of the first four that the CPU supports is taken. Those give the
 same bits in calls of up to 64 rows: sums run in sixteen lanes, in one order, whatever the instruction
 set, the number of rows and the number of threads. Larger calls run on matrix tiles where there are
-some (``avx512_amx``), with two bfloat16 terms per activation: ``docs/adr/0006-matrix-tiles.md``.
+some (``avx512_amx``), with two bfloat16 terms per activation: ``docs/adr/0008-matrix-tiles.md``.
 ``avx512_vnni`` computes with two int8 terms per activation.
 """
 

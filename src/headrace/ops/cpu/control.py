@@ -29,7 +29,7 @@ def select_isa(name: str) -> None:
     """Use the kernels of one instruction set: "scalar", "avx2", "avx512", "avx512_amx"; "" for the best.
 
     All of these agree bit for bit in calls of up to 64 rows. In larger ones "avx512_amx" multiplies
-    tiles, with two bfloat16 terms for each activation (``docs/adr/0006-matrix-tiles.md``).
+    tiles, with two bfloat16 terms for each activation (``docs/adr/0008-matrix-tiles.md``).
     "avx512_bf16" runs the same tiles without AMX, for tests. "avx512_vnni" is a second numerics mode:
     activations as two int8 terms per block of 32 (two bfloat16 terms for bf16 weights). Neither is
     ever a default.
