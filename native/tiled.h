@@ -31,7 +31,7 @@ class TileMemory {
 };
 
 // Rows of activations, packed in blocks of sixteen. The memory is the calling thread's and is used again by its next
-// call: getting as much from the system anew took as long as a whole product (page faults). One at a time.
+// call, since fresh pages cost as much as a product: one object at a time.
 class PackedRows {
  public:
   // One block after the other, x[0] to x[tokens - 1].
