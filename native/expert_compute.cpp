@@ -23,26 +23,48 @@ int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple *
 
 }  // namespace
 
-ExpertCompute::ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate act, const ExpertSizes& sizes, int threads)
-    : layout_(layout), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
-      x_has_terms_(has_terms(layout.format)), act_has_terms_(has_terms(layout.down_format)),
-      factors_(layout.gate_up_factors.offset >= 0), x_nbytes_(x_has_terms_ ? term_nbytes(layout.format, layout.hidden) : 0),
-      act_nbytes_(act_has_terms_ ? term_nbytes(layout.down_format, layout.width) : 0),
-      units_((layout.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout.width + kTermBlock - 1) / kTermBlock) {
-  const int64_t rows = sizes.pairs * layout.num_slices;
+ExpertCompute::ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num_experts, Gate act,
+                             const ExpertSizes& sizes, int threads)
+    : layout_(layouts.at(0)), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
+      units_((layout_.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout_.width + kTermBlock - 1) / kTermBlock) {
+  const int64_t rows = sizes.pairs * layout_.num_slices;
   items_.reserve(static_cast<size_t>(sizes.items));
-  between_.resize(static_cast<size_t>(rows * layout.width));
-  if (x_has_terms_ || act_has_terms_) {
+  between_.resize(static_cast<size_t>(rows * layout_.width));
+  const auto any = [&](Format f, bool down) {
+    return std::any_of(layouts.begin(), layouts.end(), [&](const SlabLayout& l) { return (down ? l.down_format : l.format) == f; });
+  };
+  int64_t nbytes = 0;
+  const auto region = [&](Format f, bool down) {
+    const int64_t at = nbytes;
+    if (!any(f, down)) return int64_t{-1};
+    nbytes += down ? rows * term_nbytes(f, layout_.width) : sizes.tokens * term_nbytes(f, layout_.hidden);
+    return at;
+  };
+  const int64_t at[4] = {region(Format::mxfp4, false), region(Format::q4_k, false), region(Format::mxfp4, true),
+                         region(Format::q4_k, true)};
+  if (nbytes != 0) {
     done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
-    const int64_t nbytes = sizes.tokens * x_nbytes_ + rows * act_nbytes_;
     term_memory_.resize(static_cast<size_t>(nbytes + kTermAlignment));  // zero, and padding stays so
     const auto address = reinterpret_cast<uintptr_t>(term_memory_.data());
-    x_terms_ = term_memory_.data() + (up(static_cast<int64_t>(address), kTermAlignment) - static_cast<int64_t>(address));
-    act_terms_ = x_terms_ + sizes.tokens * x_nbytes_;
+    uint8_t* start = term_memory_.data() + (up(static_cast<int64_t>(address), kTermAlignment) - static_cast<int64_t>(address));
+    uint8_t** to[4] = {&x_rows_.pairs, &x_rows_.split, &act_rows_.pairs, &act_rows_.split};
+    for (int i = 0; i < 4; ++i)
+      if (at[i] >= 0) *to[i] = start + at[i];
   }
   // results of a tile, gate and up of 32 columns, four expanded rows
-  scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout.hidden, layout.width)), 16);
+  scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout_.hidden, layout_.width)), 16);
   scratch_.resize(static_cast<size_t>(threads * scratch_each_));
+}
+
+void ExpertCompute::use(const SlabLayout& layout) {
+  layout_ = layout;
+  x_has_terms_ = has_terms(layout.format);
+  act_has_terms_ = has_terms(layout.down_format);
+  factors_ = layout.gate_up_factors.offset >= 0;
+  x_nbytes_ = x_has_terms_ ? term_nbytes(layout.format, layout.hidden) : 0;
+  act_nbytes_ = act_has_terms_ ? term_nbytes(layout.down_format, layout.width) : 0;
+  x_terms_ = layout.format == Format::mxfp4 ? x_rows_.pairs : x_rows_.split;
+  act_terms_ = layout.down_format == Format::mxfp4 ? act_rows_.pairs : act_rows_.split;
 }
 
 int64_t ExpertCompute::expanded_at() const { return kStripTokens * kStripRows + 2 * kTermBlock; }
@@ -70,6 +92,7 @@ ExpertFault ExpertCompute::check(const ExpertRequest& r) const {
 }
 
 ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
+  use(*r.layout);
   if (const ExpertFault fault = check(r); fault != ExpertFault::none) return fault;
   request_ = r;
   kernels_ = &kernels();

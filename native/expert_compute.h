@@ -33,7 +33,8 @@ struct ExpertSizes {
 };
 
 struct ExpertRequest {
-  const uint8_t* base;  // the layer's first slab
+  const SlabLayout* layout;  // the layer's, one of those that the computer was made for
+  const uint8_t* base;       // the layer's first slab
   int64_t tokens, items, pairs;
   const int32_t* item;  // [items, 4]: expert, slice, first pair, pairs; strictly ascending by (expert, slice)
   const int32_t* pair_token;
@@ -44,7 +45,9 @@ struct ExpertRequest {
 
 class ExpertCompute {
  public:
-  ExpertCompute(const SlabLayout& layout, int64_t num_experts, Gate act, const ExpertSizes& sizes, int threads);
+  // layouts: of every layer, at least one; they differ in formats, not in dimensions.
+  ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num_experts, Gate act, const ExpertSizes& sizes,
+                int threads);
 
   ExpertFault plan(const ExpertRequest& request);
   void quantise(int worker);
@@ -82,14 +85,16 @@ class ExpertCompute {
   float* scratch(int worker) { return &scratch_[static_cast<size_t>(worker * scratch_each_)]; }
   uint8_t* x_terms(int64_t token) { return x_terms_ + token * x_nbytes_; }
   uint8_t* act_terms(int64_t row) { return act_terms_ + row * act_nbytes_; }
+  void use(const SlabLayout& layout);
 
-  const SlabLayout layout_;
+  SlabLayout layout_;  // of the request's layer
   const int64_t num_experts_;
   const Gate act_;
   const ExpertSizes sizes_;
   const int threads_;
-  const bool x_has_terms_, act_has_terms_, factors_;
-  const int64_t x_nbytes_, act_nbytes_, units_, blocks_;  // bytes of a row of terms, or 0
+  bool x_has_terms_ = false, act_has_terms_ = false, factors_ = false;
+  int64_t x_nbytes_ = 0, act_nbytes_ = 0;  // bytes of a row of terms, or 0
+  const int64_t units_, blocks_;
   Reading reading_;
 
   const Kernels* kernels_ = nullptr;
@@ -100,8 +105,13 @@ class ExpertCompute {
 
   std::vector<float> between_;  // [rows, width]: activations of every (item, pair)
   std::unique_ptr<std::atomic<int32_t>[]> done_;  // [items, blocks]: columns of a block that are there
+  // Rows of terms of x and of activations. Each format has its own: its padding is zero and stays so.
+  struct Terms {
+    uint8_t *pairs = nullptr, *split = nullptr;
+  };
   std::vector<uint8_t> term_memory_;
-  uint8_t *x_terms_ = nullptr, *act_terms_ = nullptr;
+  Terms x_rows_, act_rows_;
+  uint8_t *x_terms_ = nullptr, *act_terms_ = nullptr;  // of the request's layer
   std::vector<float> scratch_;
   int64_t scratch_each_ = 0;
 };

@@ -41,8 +41,9 @@ int run_experts(const SlabLayout& layout, Address base, int64_t num_experts, int
                 const std::vector<int64_t>& sizes, const std::vector<Address>& fields, int threads) {
   if (sizes.size() != 3 || fields.size() != 5 || threads < 1) throw std::invalid_argument("run_experts: lengths differ");
   const nb::gil_scoped_release lock;
-  ExpertCompute compute(layout, num_experts, gate_of(kind, alpha, limit), {sizes[0], sizes[1], sizes[2]}, threads);
+  ExpertCompute compute({layout}, num_experts, gate_of(kind, alpha, limit), {sizes[0], sizes[1], sizes[2]}, threads);
   ExpertRequest r{};
+  r.layout = &layout;
   r.base = at<const uint8_t>(base);
   r.tokens = sizes[0];
   r.items = sizes[1];
@@ -60,14 +61,14 @@ int run_experts(const SlabLayout& layout, Address base, int64_t num_experts, int
   return 0;
 }
 
-void make_service(ExpertService* self, const SlabLayout& layout, const std::vector<Address>& bases, int64_t num_experts,
+void make_service(ExpertService* self, const std::vector<SlabLayout>& layouts, const std::vector<Address>& bases, int64_t num_experts,
                   int kind, float alpha, float limit, Address block, const std::vector<int64_t>& b, int threads,
                   const std::vector<int>& cpus, double idle_s, double stall_s) {
   if (b.size() != 12) throw std::invalid_argument("expert service: twelve sizes and offsets of the block");
   std::vector<const uint8_t*> layers;
   for (const Address a : bases) layers.push_back(at<const uint8_t>(a));
   const ServiceBlock fields{at<uint8_t>(block), b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11]};
-  new (self) ExpertService(layout, layers, num_experts, gate_of(kind, alpha, limit), fields, {threads, cpus, idle_s, stall_s});
+  new (self) ExpertService(layouts, layers, num_experts, gate_of(kind, alpha, limit), fields, {threads, cpus, idle_s, stall_s});
 }
 
 }  // namespace

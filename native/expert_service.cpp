@@ -33,15 +33,16 @@ void pin(const std::vector<int>& cpus, int worker) {
 }  // namespace
 
 struct ExpertService::State {
-  State(const SlabLayout& layout, std::vector<const uint8_t*> layer_bases, int64_t num_experts, Gate act,
+  State(std::vector<SlabLayout> layer_layouts, std::vector<const uint8_t*> layer_bases, int64_t num_experts, Gate act,
         const ServiceBlock& request_block, const ServiceOptions& service_options)
-      : bases(std::move(layer_bases)), block(request_block), options(service_options), hidden(layout.hidden),
-        compute(layout, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {}
+      : layouts(std::move(layer_layouts)), bases(std::move(layer_bases)), block(request_block), options(service_options),
+        hidden(layouts.at(0).hidden), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {}
 
   std::atomic_ref<int32_t> word(int64_t offset) const {
     return std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(block.memory + offset));
   }
 
+  const std::vector<SlabLayout> layouts;
   const std::vector<const uint8_t*> bases;
   const ServiceBlock block;
   const ServiceOptions options;
@@ -148,6 +149,7 @@ struct ExpertService::State {
     ExpertFault fault = ExpertFault::layer;
     if (header[0] >= 0 && header[0] < static_cast<int64_t>(bases.size())) {
       ExpertRequest r{};
+      r.layout = &layouts[static_cast<size_t>(header[0])];
       r.base = bases[static_cast<size_t>(header[0])];
       r.tokens = header[1];
       r.items = header[2];
@@ -244,9 +246,10 @@ struct ExpertService::State {
   }
 };
 
-ExpertService::ExpertService(const SlabLayout& layout, std::vector<const uint8_t*> bases, int64_t num_experts, Gate act,
-                             const ServiceBlock& block, const ServiceOptions& options)
-    : state_(std::make_shared<State>(layout, std::move(bases), num_experts, act, block, options)) {
+ExpertService::ExpertService(std::vector<SlabLayout> layouts, std::vector<const uint8_t*> bases, int64_t num_experts,
+                             Gate act, const ServiceBlock& block, const ServiceOptions& options)
+    : state_(std::make_shared<State>(std::move(layouts), std::move(bases), num_experts, act, block, options)) {
+  if (state_->layouts.size() != state_->bases.size()) throw std::invalid_argument("expert service: a layout for each layer");
   if (options.threads < 1 || (!options.cpus.empty() && static_cast<int>(options.cpus.size()) != options.threads))
     throw std::invalid_argument("expert service: one CPU for each thread, at least one");
 }

@@ -38,7 +38,8 @@ enum class ServiceFault : int { none = 0, die = 1, hang = 2, fail = 3 };
 
 class ExpertService {
  public:
-  ExpertService(const SlabLayout& layout, std::vector<const uint8_t*> bases, int64_t num_experts, Gate act,
+  // layouts, bases: of every layer.
+  ExpertService(std::vector<SlabLayout> layouts, std::vector<const uint8_t*> bases, int64_t num_experts, Gate act,
                 const ServiceBlock& block, const ServiceOptions& options);
   ExpertService(const ExpertService&) = delete;
   ExpertService& operator=(const ExpertService&) = delete;

@@ -7,6 +7,8 @@ namespace headrace {
 enum class Format : int {
   f32, f16, bf16, fp8_e4m3, mxfp4, mxfp4_gguf, nvfp4,
   q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
+  // as slabs of experts hold them: the scales of a row apart from its codes
+  q4_0_apart, q5_0_apart, q8_0_apart, q3_k_apart, q6_k_apart, iq4_nl_apart,
   count
 };
 
@@ -18,7 +20,7 @@ struct Matrix {
   int64_t cols = 0;
   const uint8_t* data = nullptr;
   int64_t row_nbytes = 0;
-  const uint8_t* scales = nullptr;  // mxfp4: E8M0 per 32; nvfp4: E4M3 per 16
+  const uint8_t* scales = nullptr;  // mxfp4: E8M0 per 32; nvfp4: E4M3 per 16; *_apart: blocks.h
   int64_t scale_row_nbytes = 0;
   float global_scale = 1.0f;            // nvfp4, and fp8 with one scale
   const float* block_scale = nullptr;   // fp8: [ceil(rows/128), ceil(cols/128)]

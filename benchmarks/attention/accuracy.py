@@ -27,7 +27,7 @@ from benchmarks.attention.texts import Window, windows
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.kv_formats import MAX_RANK
 from headrace.machine.device import HostDevice
-from headrace.models.calibration import calibration_text, directions, query_moments
+from headrace.models.calibration import LONGEST, calibration_text, directions, query_moments
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops.registry import OpSet, resolve, set_num_threads
@@ -75,15 +75,14 @@ def model_path(name: str) -> str:
     return str(package.assemble(Path.home() / ".cache" / "headrace-bench" / package.MODEL_NAME))
 
 
-def open_model(name: str, tokens: int) -> Model:
+def open_model(name: str) -> Model:
     checkpoint = open_checkpoint(model_path(name))
-    longest = max(tokens, 4096)
     model = Model(
         name,
         checkpoint,
         resolve(("cpu", "reference")),
         load_tokenizer(checkpoint.text),
-        min(longest, checkpoint.spec.max_context),
+        min(checkpoint.spec.max_context, LONGEST),
     )
     ids = model.tokenizer.encode(calibration_text())
     model.along = directions(query_moments(model.load, model.ops, ids), MAX_RANK)
@@ -167,7 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     set_num_threads(args.threads)
-    model = open_model(args.model, max(args.tokens))
+    model = open_model(args.model)
     bos = model.tokenizer.bos_token_id
     for tokens in args.tokens:
         count = args.windows or WINDOWS.get(tokens, 1)

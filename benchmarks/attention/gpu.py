@@ -17,8 +17,9 @@ from headrace.core.kv_formats import FIRST_TOKENS, FORMATS
 from headrace.machine.device import CudaDevice
 from headrace.ops.records import AttentionBatch, LayerKV, OpenBatch, SealedKV
 
-__all__ = ["DEVICE", "copies", "paged", "read_rate", "timed"]
+__all__ = ["DEVICE", "copies", "paged"]
 
+CALLS = 12  # of an operation in a graph, at least
 HEADS, KV_HEADS, DIM, RANK = 32, 8, 128, 4  # Llama 3 8B and many others
 Cache = LayerKV | SealedKV
 
@@ -120,38 +121,57 @@ def sdpa(backend: Any, q: Any, k: Any, v: Any, causal: bool) -> Callable[[], tor
         return repeated
 
 
-def attempt(results: list[dict[str, Any]], about: dict[str, Any], work: Callable[[], Any]) -> None:
-    """Add what ``work`` returns, or why it failed: one failure must not cost the other figures."""
-    try:
-        results.append(about | work())
-    except Exception as error:
-        results.append(about | {"error": f"{type(error).__name__}: {error}"[:500]})
-        traceback.print_exc()
-    torch.cuda.empty_cache()
+class Run:
+    """Results of one run: each is printed and written as soon as it is there."""
+
+    def __init__(self, name: str, device: CudaDevice, out: str | None) -> None:
+        self.results: list[dict[str, Any]] = []
+        self.device = device
+        self.peak = read_rate(device)
+        self._name, self._out = name, out
+        print(f"read-only rate {self.peak:.0f} GB/s, {device.name}", flush=True)
+
+    def attempt(self, about: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:
+        """Add what ``work`` returns, or why it failed: one failure must not cost the other figures."""
+        try:
+            found = about | work()
+        except Exception as error:
+            found = about | {"error": f"{type(error).__name__}: {error}"[:500]}
+            traceback.print_exc()
+        self.results.append(found)
+        print("  ".join(f"{k}={v}" for k, v in found.items()), flush=True)
+        self.write({})
+        torch.cuda.empty_cache()
+
+    def write(self, bars: Any) -> None:
+        if self._out is None:
+            return
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+        made = {
+            "benchmark": self._name,
+            "commit": commit.stdout.strip(),
+            "gpu": self.device.name,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "heads": f"{HEADS}:{KV_HEADS} x {DIM}",
+            "read_gbps": round(self.peak, 1),
+            "bars": bars,
+            "results": self.results,
+        }
+        Path(self._out).write_text(json.dumps(made, indent=2) + "\n")
+
+    def finish(self, bars: dict[str, Any]) -> None:
+        """Print the bars plainly, one a line: found and wanted."""
+        self.write(bars)
+        for name, value in bars.items():
+            print(f"{name}: found {value['found']}, wanted {value['wanted']}", flush=True)
 
 
-def report(name: str, device: CudaDevice, peak: float, bars: Any, results: Any) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "benchmark": name,
-        "commit": commit.stdout.strip(),
-        "gpu": device.name,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "heads": f"{HEADS}:{KV_HEADS} x {DIM}",
-        "read_gbps": round(peak, 1),
-        "bars": bars,
-        "results": results,
-    }
-
-
-def write(made: dict[str, Any], out: str | None) -> None:
-    text = json.dumps(made, indent=2)
-    if out:
-        Path(out).write_text(text + "\n")
-    print(text)
+def seconds_of(device: CudaDevice, works: Sequence[Callable[[], Any]]) -> float:
+    """Seconds of one of ``works``; so many in a graph that its own start does not count."""
+    return timed(device, list(works) * -(-CALLS // len(works)))
 
 
 def best(results: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:

@@ -2,17 +2,21 @@
 
     PYTHONPATH=src python -m benchmarks.attention.prefill [--sweep] [--quick] [--out FILE]
 
-Prints one JSON object: causal, one sequence, whole prompts and a chunk of 2,048 rows at their end; medians
-of replays of a CUDA graph. FLOPs count the keys that a row sees.
+Causal, one sequence, whole prompts and a chunk of 2,048 rows at their end; medians of replays of a CUDA
+graph. FLOPs count the keys that a row sees. Prints a line for each configuration and the bars at the end;
+--out writes JSON, anew after each result. --sweep times the candidates of the tuning table instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,7 +25,7 @@ from benchmarks.attention.gpu import DEVICE, DIM, HEADS, KV_HEADS
 from headrace.core.kv_formats import FORMATS
 from headrace.machine.device import CudaDevice
 from headrace.ops.registry import resolve
-from headrace.ops.triton import tuning
+from headrace.ops.triton import prefill_layout, prefill_tma, tuning
 
 TOKENS = 16384
 CHUNK = 2048
@@ -43,7 +47,7 @@ def ours(device: CudaDevice, kv_format: str, rows: int, page: int) -> dict[str, 
     else:
         cache, batch = gpu.paged(1, TOKENS, (KV_HEADS, DIM, page), rows)
         work = partial(ops.attention_prefill, q, cache, batch, DIM**-0.5)
-    return figures(gpu.timed(device, [work] * 3), rows, TOKENS)
+    return figures(gpu.seconds_of(device, [work]), rows, TOKENS)
 
 
 def sdpa(device: CudaDevice, backend: Any) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def sdpa(device: CudaDevice, backend: Any) -> dict[str, Any]:
         torch.randn(1, KV_HEADS, TOKENS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
     )
     work = gpu.sdpa(backend, q, k, v, True)
-    return figures(gpu.timed(device, [work] * 3), TOKENS, TOKENS)
+    return figures(gpu.seconds_of(device, [work]), TOKENS, TOKENS)
 
 
 def flashinfer(device: CudaDevice) -> dict[str, Any]:
@@ -63,66 +67,93 @@ def flashinfer(device: CudaDevice) -> dict[str, Any]:
         torch.randn(TOKENS, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
     )
     work = partial(flashinfer.single_prefill_with_kv_cache, q, k, v, causal=True)
-    return figures(gpu.timed(device, [work] * 3), TOKENS, TOKENS)
+    return figures(gpu.seconds_of(device, [work]), TOKENS, TOKENS)
 
 
-def sweep(device: CudaDevice, results: list[dict[str, Any]]) -> None:
-    """The tuning table's candidates, one change from the table's row at a time."""
+# One change each from the launches over pages as they lie.
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {}, {"num_stages": 5, "tile": 64}, {"rows": 64, "num_warps": 4, "tile": 64, "num_stages": 5},
+        {"tau": 8}, {"polynomial": 1},
+    ],
+    "sealed": [{}, {"num_stages": 5}, {"num_warps": 4}, {"tau": 8}, {"rows": 64, "num_warps": 4}],
+}  # fmt: skip
+KINDS = (("plain", "bf16"), ("sealed", "nvfp4k-fp8v"), ("sealed", "fp8"))
+
+
+@contextmanager
+def launched(kind: str, change: dict[str, Any]) -> Iterator[None]:
+    """Launches over pages as they lie, with a change."""
     where = tuning.capability(DEVICE)
-    changes: dict[str, list[dict[str, Any]]] = {
-        "plain": [
-            {"tau": 8}, {"polynomial": 1}, {"tau": 8, "polynomial": 1}, {"tile": 64, "num_stages": 3},
-            {"rows": 64, "num_warps": 4, "tile": 64, "num_stages": 3}, {"rows": 64, "num_warps": 4},
-        ],
-        "sealed": [
-            {"tau": 8}, {"polynomial": 1}, {"num_stages": 3}, {"num_warps": 4},
-            {"rows": 64, "num_warps": 4}, {"rows": 256},
-        ],
-    }  # fmt: skip
-    for kind, kv_format in (("plain", "bf16"), ("sealed", "nvfp4k-fp8v")):
-        row = tuning.PREFILL.get((where, kind), tuning.PREFILL[((0, 0), kind)])
-        for change in changes[kind]:
-            tuning.PREFILL[(where, kind)] = replace(row, **change)
-            about = {"op": "sweep", "format": kv_format, "rows": TOKENS, "change": change}
-            gpu.attempt(results, about, partial(ours, device, kv_format, TOKENS, PAGES[kv_format]))
-        tuning.PREFILL[(where, kind)] = row
+    row = tuning.PREFILL.get((where, kind), tuning.PREFILL[((0, 0), kind)])
+    with (
+        patch.dict(tuning.PREFILL, {(where, kind): replace(row, **change)}),
+        patch.object(prefill_layout, "takes", lambda *args: False),
+    ):
+        yield
+
+
+def sweep(run: gpu.Run) -> None:
+    """Times of the laid out past, whole and without laying it out, and of the table's candidates."""
+    for kind, kv_format in KINDS:
+        for change in ("laid out", "layout alone"):
+            about = {
+                "op": "sweep",
+                "kind": kind,
+                "format": kv_format,
+                "rows": TOKENS,
+                "change": change,
+            }
+            with (
+                patch.object(prefill_tma, "_launch", lambda q, *a, **k: q)
+                if "alone" in change
+                else nullcontext()
+            ):
+                run.attempt(about, partial(ours, run.device, kv_format, TOKENS, PAGES[kv_format]))
+    for kind, kv_format in KINDS:
+        for change in CHANGES[kind]:
+            with launched(kind, change):
+                about = {"op": "sweep", "kind": kind, "format": kv_format, "rows": TOKENS}
+                work = partial(ours, run.device, kv_format, TOKENS, PAGES[kv_format])
+                run.attempt(about | {"change": change}, work)
 
 
 def bars(results: list[dict[str, Any]]) -> dict[str, Any]:
-    peer = min(
-        (r for r in results if r["op"] == "peer" and "us" in r), key=lambda r: r["us"], default=None
-    )
+    """Each bar's figure and what is wanted."""
+    peer = gpu.best(results, op="peer")
     found = {f: gpu.best(results, op="ours", format=f, rows=TOKENS) for f in PAGES}
+    told = "" if peer is None else f" ({peer['name']}, {peer['tflops']} TFLOP/s)"
+    low = gpu.ratio(found["nvfp4k-fp8v"], found["bf16"])
     return {
-        "03.3 bf16 against the fastest peer": {"found": gpu.ratio(peer, found["bf16"]), "wanted": 0.85},
-        "03.3 time of low-bit history over bf16's": {
-            "found": gpu.ratio(found["nvfp4k-fp8v"], found["bf16"]), "wanted": 1.1,
+        f"03.3 bf16 over the fastest peer{told}": {
+            "found": gpu.ratio(peer, found["bf16"]), "wanted": 0.85,
         },
+        "03.3 time of low-bit history over bf16's, at most": {"found": low, "wanted": 1.1},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="time the tuning's candidates, too")
+    parser.add_argument("--sweep", action="store_true", help="time the tuning's candidates instead")
     parser.add_argument("--quick", action="store_true", help="whole prompts only")
-    parser.add_argument("--out", help="write the report to a file, too")
+    parser.add_argument("--out", help="write a report in JSON, too")
     args = parser.parse_args()
-    device = CudaDevice()
-    results: list[dict[str, Any]] = []
     with torch.inference_mode():
-        peak = gpu.read_rate(device)
+        run = gpu.Run("attention_prefill", CudaDevice(), args.out)
+        if args.sweep:
+            sweep(run)
+            run.finish({})
+            return
+        for name, backend in gpu.sdpa_backends():
+            run.attempt({"op": "peer", "name": name}, partial(sdpa, run.device, backend))
+        if importlib.util.find_spec("flashinfer") is not None:
+            run.attempt({"op": "peer", "name": "flashinfer"}, partial(flashinfer, run.device))
         for rows in (TOKENS,) if args.quick else (TOKENS, CHUNK):
             for kv_format, page in PAGES.items():
                 for size in (page,) if kv_format == "bf16" or args.quick else (page, 128):
                     about = {"op": "ours", "format": kv_format, "page": size, "rows": rows}
-                    gpu.attempt(results, about, partial(ours, device, kv_format, rows, size))
-        for name, backend in gpu.sdpa_backends():
-            gpu.attempt(results, {"op": "peer", "name": name}, partial(sdpa, device, backend))
-        if importlib.util.find_spec("flashinfer") is not None:
-            gpu.attempt(results, {"op": "peer", "name": "flashinfer"}, partial(flashinfer, device))
-        if args.sweep:
-            sweep(device, results)
-    gpu.write(gpu.report("attention_prefill", device, peak, bars(results), results), args.out)
+                    run.attempt(about, partial(ours, run.device, kv_format, rows, size))
+        run.finish(bars(run.results))
 
 
 if __name__ == "__main__":

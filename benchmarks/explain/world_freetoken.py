@@ -5,8 +5,7 @@ from __future__ import annotations
 from benchmarks.explain import world_conditions as c
 from benchmarks.explain.world_rows import Row, ranged
 from headrace.core.plan_spec import PlanSpec
-from headrace.engine.plan import fetch_share
-from headrace.engine.plan_hits import expected_hit_rate
+from headrace.engine.plan import fetch_share, hit_rate
 from headrace.engine.plan_memory import lay_out
 from headrace.explain.engine_model import engine_model
 from headrace.explain.step_cost import Placement
@@ -24,7 +23,7 @@ def rtx_5090() -> MachineProfile:
 def freetoken(spec: PlanSpec, machine: MachineProfile, hits: float | None = None) -> float:
     """Tokens a second with the published hit rate, or the planner's."""
     if hits is None:
-        hits = expected_hit_rate(resident(spec, machine)).expected
+        hits = hits_of(spec, machine)
     share = fetch_share(machine, engine_model("freetoken"))
     place = Placement(hit_rate=hits, fetch_share=share)
     return 1 / c.decode_time(spec, machine, "freetoken", place, AGENT_CONTEXT).seconds
@@ -32,6 +31,11 @@ def freetoken(spec: PlanSpec, machine: MachineProfile, hits: float | None = None
 
 def resident(spec: PlanSpec, machine: MachineProfile) -> float:
     return lay_out(spec, machine, c.workload(2 * AGENT_CONTEXT)).resident
+
+
+def hits_of(spec: PlanSpec, machine: MachineProfile) -> float:
+    """The planner's, for this engine's cache."""
+    return hit_rate(spec, resident(spec, machine), engine_model("freetoken")).expected
 
 
 def llamacpp_pro_6000() -> float:
@@ -178,7 +182,7 @@ def freetoken_paper() -> list[Row]:
             "FreeToken, LRU",
             "%",
             16,
-            lambda: 100 * (1 - expected_hit_rate(resident(c.model(QWEN_MOE), rtx_5090())).expected),
+            lambda: 100 * (1 - hits_of(c.model(QWEN_MOE), rtx_5090())),
             why=hits,
         ),
         Row(
@@ -189,7 +193,7 @@ def freetoken_paper() -> list[Row]:
             "FreeToken, LRU",
             "%",
             39,
-            lambda: 100 * (1 - expected_hit_rate(resident(c.model(FLASH), rtx_5090())).expected),
+            lambda: 100 * (1 - hits_of(c.model(FLASH), rtx_5090())),
             why=hits,
         ),
         Row(

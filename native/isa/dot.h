@@ -11,7 +11,12 @@ template <Format F> constexpr int64_t group_nbytes() {
     case Format::f16: case Format::bf16: return 64;
     case Format::fp8_e4m3: return 32;
     case Format::q8_0: return 34;
+    case Format::q8_0_apart: return 32;
     case Format::q6_k: return 26;
+    case Format::q6_k_apart: return 24;
+    case Format::q5_0_apart: return 20;
+    case Format::q4_0_apart: case Format::iq4_nl_apart: return 16;
+    case Format::q3_k_apart: return 12;
     case Format::q5_k: case Format::q5_0: case Format::q5_1: return 24;
     case Format::q4_1: return 20;
     case Format::q2_k: return 10;
@@ -237,6 +242,8 @@ static inline void by_format(Format f, A&&... args) {
     HEADRACE_CASE(q4_1) HEADRACE_CASE(q5_0) HEADRACE_CASE(q5_1) HEADRACE_CASE(q8_0)
     HEADRACE_CASE(q2_k) HEADRACE_CASE(q3_k) HEADRACE_CASE(q4_k) HEADRACE_CASE(q5_k)
     HEADRACE_CASE(q6_k) HEADRACE_CASE(iq4_nl) HEADRACE_CASE(iq4_xs)
+    HEADRACE_CASE(q4_0_apart) HEADRACE_CASE(q5_0_apart) HEADRACE_CASE(q8_0_apart)
+    HEADRACE_CASE(q3_k_apart) HEADRACE_CASE(q6_k_apart) HEADRACE_CASE(iq4_nl_apart)
 #undef HEADRACE_CASE
     case Format::count: return;
   }

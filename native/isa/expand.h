@@ -7,6 +7,7 @@
 // them, sixteen in each register. Scales apart, because decoding them one by one costs as much as the
 // weights themselves.
 #pragma once
+#include "../blocks.h"
 
 namespace headrace::HEADRACE_NS {
 
@@ -113,10 +114,14 @@ template <> struct Expand<Format::nvfp4> : NoScales {
 
 // --- blocks of 32 with half-precision scales
 
-template <> struct Expand<Format::q4_0> {
-  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { halves(r.data + 18 * g, 18, n, s); }
+template <class At> static inline void block_halves(const Row& r, int64_t g, int64_t n, float* s) {
+  halves(At::scales(r, g), At::kScales, n, s);
+}
+
+template <class At> struct ExpandQ4_0 {
+  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { block_halves<At>(r, g, n, s); }
   static inline void run(const Row& r, int64_t g, const float* s, int j, V& a, V& b) {
-    const B q = load16(r.data + 18 * g + 2);
+    const B q = load16(At::codes(r, g));
     if constexpr (kHasTable16) {
       scaled_nibbles(q, s[j], kIotaMinus8, nullptr, a, b);
     } else {
@@ -143,14 +148,14 @@ template <> struct Expand<Format::q4_1> {
   }
 };
 
-template <> struct Expand<Format::q5_0> {
-  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { halves(r.data + 22 * g, 22, n, s); }
+template <class At> struct ExpandQ5_0 {
+  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { block_halves<At>(r, g, n, s); }
   static inline void run(const Row& r, int64_t g, const float* s, int j, V& a, V& b) {
-    const uint8_t* p = r.data + 22 * g;
-    const B q = load16(p + 6);
+    const uint8_t* p = At::codes(r, g);
+    const B q = load16(p + 4);
     const V d = set1(s[j]);
-    a = mul(d, from_i8(bsub(bor(low4(q), spread_bits(u16_at(p + 2), 16)), 16)));
-    b = mul(d, from_i8(bsub(bor(high4(q), spread_bits(u16_at(p + 4), 16)), 16)));
+    a = mul(d, from_i8(bsub(bor(low4(q), spread_bits(u16_at(p), 16)), 16)));
+    b = mul(d, from_i8(bsub(bor(high4(q), spread_bits(u16_at(p + 2), 16)), 16)));
   }
 };
 
@@ -165,20 +170,20 @@ template <> struct Expand<Format::q5_1> {
   }
 };
 
-template <> struct Expand<Format::q8_0> {
-  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { halves(r.data + 34 * g, 34, n, s); }
+template <class At> struct ExpandQ8_0 {
+  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { block_halves<At>(r, g, n, s); }
   static inline void run(const Row& r, int64_t g, const float* s, int j, V& a, V& b) {
-    const uint8_t* p = r.data + 34 * g;
+    const uint8_t* p = At::codes(r, g);
     const V d = set1(s[j]);
-    a = mul(from_i8(load16(p + 2)), d);
-    b = mul(from_i8(load16(p + 18)), d);
+    a = mul(from_i8(load16(p)), d);
+    b = mul(from_i8(load16(p + 16)), d);
   }
 };
 
-template <> struct Expand<Format::iq4_nl> {
-  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { halves(r.data + 18 * g, 18, n, s); }
+template <class At> struct ExpandIq4Nl {
+  static inline void prepare(const Row& r, int64_t g, int64_t n, float* s) { block_halves<At>(r, g, n, s); }
   static inline void run(const Row& r, int64_t g, const float* s, int j, V& a, V& b) {
-    scaled_nibbles(load16(r.data + 18 * g + 2), s[j], kIq4ValuesF, kIq4Values, a, b);
+    scaled_nibbles(load16(At::codes(r, g)), s[j], kIq4ValuesF, kIq4Values, a, b);
   }
 };
 
@@ -239,13 +244,13 @@ template <> struct Expand<Format::q5_k> {
   }
 };
 
-template <> struct Expand<Format::q6_k> {
+template <class At> struct ExpandQ6K {
   static inline void prepare(const Row& r, int64_t g, int64_t, float* s) {
-    const uint8_t* p = r.data + 210 * (g / kChunk);
-    store(s, mul(from_i8(load16(p + 192)), set1(f16(p + 208))));
+    const uint8_t* p = At::scales(r, g / kChunk);
+    store(s, mul(from_i8(load16(p)), set1(f16(p + 16))));
   }
   static inline void run(const Row& r, int64_t g, const float* s, int j, V& a, V& b) {
-    const uint8_t* p = r.data + 210 * (g / kChunk);
+    const uint8_t* p = At::codes(r, g / kChunk);
     const int quarter = j & 3;
     const uint8_t *low = p + 64 * (j >> 2) + 32 * (j & 1), *high = p + 128 + 32 * (j >> 2);
     const B q0 = bor(bits<15>(load16(low), 4 * (quarter >> 1)), shl<4>(bits<3>(load16(high), 2 * quarter)));
@@ -269,11 +274,11 @@ template <> struct Expand<Format::q2_k> {
   }
 };
 
-template <> struct Expand<Format::q3_k> {
+template <class At> struct ExpandQ3K {
   // Scale i: low nibbles in bytes 0 to 7 (i < 8 low, else high), two more bits in bytes 8 to 11.
   static inline void prepare(const Row& r, int64_t g, int64_t, float* s) {
-    const uint8_t *block = r.data + 110 * (g / kChunk), *p = block + 96;
-    const float d = f16(block + 108);
+    const uint8_t* p = At::scales(r, g / kChunk);
+    const float d = f16(p + 12);
     for (int i = 0; i < 16; ++i) {
       const int low = i < 8 ? p[i] & 15 : p[i - 8] >> 4, high = p[8 + (i & 3)] >> 2 * (i >> 2) & 3;
       s[i] = d * static_cast<float>((low | high << 4) - 32);
@@ -281,13 +286,26 @@ template <> struct Expand<Format::q3_k> {
   }
   // A set mask bit adds 4, so code + 4 * bit - 4 is the signed value.
   static inline void run(const Row& r, int64_t g, const float* s, int j, V& a, V& b) {
-    const uint8_t *p = r.data + 110 * (g / kChunk), *codes = p + 32 + 32 * (j >> 2);
+    const uint8_t *p = At::codes(r, g / kChunk), *codes = p + 32 + 32 * (j >> 2);
     const B q0 = bor(bits<3>(load16(codes), 2 * (j & 3)), shl<2>(bits<1>(load16(p), j)));
     const B q1 = bor(bits<3>(load16(codes + 16), 2 * (j & 3)), shl<2>(bits<1>(load16(p + 16), j)));
     a = mul(set1(s[2 * j]), from_i8(bsub(q0, 4)));
     b = mul(set1(s[2 * j + 1]), from_i8(bsub(q1, 4)));
   }
 };
+
+template <> struct Expand<Format::q4_0> : ExpandQ4_0<Blocks<Format::q4_0>> {};
+template <> struct Expand<Format::q4_0_apart> : ExpandQ4_0<Blocks<Format::q4_0_apart>> {};
+template <> struct Expand<Format::q5_0> : ExpandQ5_0<Blocks<Format::q5_0>> {};
+template <> struct Expand<Format::q5_0_apart> : ExpandQ5_0<Blocks<Format::q5_0_apart>> {};
+template <> struct Expand<Format::q8_0> : ExpandQ8_0<Blocks<Format::q8_0>> {};
+template <> struct Expand<Format::q8_0_apart> : ExpandQ8_0<Blocks<Format::q8_0_apart>> {};
+template <> struct Expand<Format::iq4_nl> : ExpandIq4Nl<Blocks<Format::iq4_nl>> {};
+template <> struct Expand<Format::iq4_nl_apart> : ExpandIq4Nl<Blocks<Format::iq4_nl_apart>> {};
+template <> struct Expand<Format::q3_k> : ExpandQ3K<Blocks<Format::q3_k>> {};
+template <> struct Expand<Format::q3_k_apart> : ExpandQ3K<Blocks<Format::q3_k_apart>> {};
+template <> struct Expand<Format::q6_k> : ExpandQ6K<Blocks<Format::q6_k>> {};
+template <> struct Expand<Format::q6_k_apart> : ExpandQ6K<Blocks<Format::q6_k_apart>> {};
 
 // The last `count` < 32 weights of a row whose length is no multiple of 32, zero-padded, without
 // reading past them: the bytes are copied aside first. Block formats have whole groups only.

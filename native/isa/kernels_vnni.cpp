@@ -12,6 +12,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../blocks.h"
 #include "../kernels.h"
 #include "../tables.h"
 
@@ -114,15 +115,17 @@ template <> struct Code<Format::mxfp4_gguf> : Code<Format::mxfp4> {
   static float scale(const Row& r, int64_t g) { return kHalfE8M0.value[r.data[17 * g]]; }
 };
 
-template <> struct Code<Format::q4_0> {
-  static constexpr int kOffset = 8, kNbytes = 18;
+template <class At> struct CodeQ4_0 {
+  static constexpr int kOffset = 8, kNbytes = At::kCodes;
   static constexpr bool kPaired = false, kMin = false;
   static __m512i codes(const Row& r, int64_t g, bool second) {
-    const uint8_t* p = r.data + 18 * g + 2;
-    return nibbles(p, second ? p + 18 : nullptr);
+    const uint8_t* p = At::codes(r, g);
+    return nibbles(p, second ? p + At::kCodes : nullptr);
   }
-  static float scale(const Row& r, int64_t g) { return half_at(r.data + 18 * g); }
+  static float scale(const Row& r, int64_t g) { return half_at(At::scales(r, g)); }
 };
+template <> struct Code<Format::q4_0> : CodeQ4_0<Blocks<Format::q4_0>> {};
+template <> struct Code<Format::q4_0_apart> : CodeQ4_0<Blocks<Format::q4_0_apart>> {};
 
 template <> struct Code<Format::q4_1> {
   static constexpr int kOffset = 0, kNbytes = 20;
@@ -135,17 +138,19 @@ template <> struct Code<Format::q4_1> {
   static float minimum(const Row& r, int64_t g) { return half_at(r.data + 20 * g + 2); }
 };
 
-template <> struct Code<Format::q8_0> {
-  static constexpr int kOffset = 128, kNbytes = 34;
+template <class At> struct CodeQ8_0 {
+  static constexpr int kOffset = 128, kNbytes = At::kCodes;
   static constexpr bool kPaired = false, kMin = false;
   static __m512i codes(const Row& r, int64_t g, bool second) {
-    const uint8_t* p = r.data + 34 * g + 2;
+    const uint8_t* p = At::codes(r, g);
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    const __m256i b = second ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 34)) : _mm256_setzero_si256();
+    const __m256i b = second ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + At::kCodes)) : _mm256_setzero_si256();
     return _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1), _mm512_set1_epi8(-128));
   }
-  static float scale(const Row& r, int64_t g) { return half_at(r.data + 34 * g); }
+  static float scale(const Row& r, int64_t g) { return half_at(At::scales(r, g)); }
 };
+template <> struct Code<Format::q8_0> : CodeQ8_0<Blocks<Format::q8_0>> {};
+template <> struct Code<Format::q8_0_apart> : CodeQ8_0<Blocks<Format::q8_0_apart>> {};
 
 inline __m512 two(float first, float second) {
   return _mm512_insertf32x8(_mm512_set1_ps(first), _mm256_set1_ps(second), 1);
@@ -218,6 +223,7 @@ void dot_bf16(const Matrix& m, int64_t row0, int64_t count, const float* x, floa
 bool rowwise(Format f) {
   switch (f) {
     case Format::mxfp4: case Format::mxfp4_gguf: case Format::q4_0: case Format::q4_1: case Format::q8_0:
+    case Format::q4_0_apart: case Format::q8_0_apart:
     case Format::bf16: return true;
     default: return false;
   }
@@ -230,6 +236,8 @@ void dot_rows(const Matrix& m, int64_t row0, int64_t count, const float* x, floa
     case Format::q4_0: dot<Format::q4_0>(m, row0, count, x, out); break;
     case Format::q4_1: dot<Format::q4_1>(m, row0, count, x, out); break;
     case Format::q8_0: dot<Format::q8_0>(m, row0, count, x, out); break;
+    case Format::q4_0_apart: dot<Format::q4_0_apart>(m, row0, count, x, out); break;
+    case Format::q8_0_apart: dot<Format::q8_0_apart>(m, row0, count, x, out); break;
     case Format::bf16: dot_bf16(m, row0, count, x, out); break;
     default: avx512_kernels().dot_rows(m, row0, count, x, out);
   }

@@ -17,7 +17,7 @@ from headrace.experts.paths import HostPaths
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import slab_layout
-from headrace.experts.slab_pack import layout_of
+from headrace.experts.slab_pack import layouts_of
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore, build_store
 from headrace.machine.device import CudaDevice, HostDevice
@@ -159,7 +159,13 @@ def _gpu_executor(store: HostStore, placement: str, slots: int) -> HybridExecuto
 
     def service():
         return cpu_experts().expert_service(
-            layout, bases, EXPERTS, ACT, block, fields, ServiceOptions(1, idle_s=0.0, stall_s=1.0)
+            store.layouts,
+            bases,
+            EXPERTS,
+            ACT,
+            block,
+            fields,
+            ServiceOptions(1, idle_s=0.0, stall_s=1.0),
         )
 
     made = HybridExecutor(
@@ -230,7 +236,7 @@ def test_b028_greedy_tokens_of_a_model_do_not_depend_on_the_placement(tmp_path: 
         stores: list[HostStore] = []
 
         def factory(spec, experts, place=place, stores=stores):
-            made = build_store(experts, layout_of(experts), threads=1, pin=False)
+            made = build_store(experts, layouts_of(experts), threads=1, pin=False)
             stores.append(made)
             slices = made.num_layers * made.num_experts * made.layout.num_slices
             placement, slots = place

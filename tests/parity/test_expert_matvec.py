@@ -26,7 +26,7 @@ TOLERANCE = {"mxfp4": 1e-4, "bf16": 2e-6}
 
 
 def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tokens: int, k: int,
-           act: Activation, with_cpu: bool):  # fmt: skip
+           act: Activation, with_cpu: bool, mma: bool = True):  # fmt: skip
     from headrace.ops.triton import expert_launch as launch
     from headrace.ops.triton import expert_state
 
@@ -67,7 +67,7 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
         multiprocessors=1,
         tuning=launch.Tuning(
             gather_programs=2, gather_words=512, gate_up_programs=1, down_programs=1, down_tile=64,
-            gate_up_registers=None, down_registers=None, down_warps=4
+            gate_up_registers=None, down_registers=None, down_warps=4, tensor_cores=mma,
         ),
     )  # fmt: skip
     return state, launcher, where, slabs
@@ -98,8 +98,7 @@ def test_hits_fetches_and_cpu_add_up(
     layout = slab_layout(fmt, hidden, inner, has_bias=bias, num_slices=slices)
     slabs = random_slabs(layout, 1, experts, seed=3)
     shape = oracle.PlanShape(1, experts, slices, num_slots=4, max_fetch=3 * slices, window=16)
-    state, launcher, where, slabs = _setup(layout, slabs, shape, tokens, k, act, with_cpu=True)
-    launcher.tuning = replace(launcher.tuning, tensor_cores=bool(mma))
+    state, launcher, where, slabs = _setup(layout, slabs, shape, tokens, k, act, True, bool(mma))
     generator = torch.Generator().manual_seed(7)
     for _step in range(3 if mma else 2):
         x = torch.randn(tokens, hidden, generator=generator)

@@ -84,7 +84,7 @@ def test_a_chunk_through_ring_and_slots(store: HostStore, placement: str, slots:
 def test_the_cpu_takes_its_share(store: HostStore, placement: str, share: float) -> None:
     paths = _paths(store, placement, 5)
     bases = [store.base(layer) for layer in range(LAYERS)]
-    cpu = DirectShare(cpu_experts(), store.layout, bases, EXPERTS, ACT)
+    cpu = DirectShare(cpu_experts(), store.layouts, bases, EXPERTS, ACT)
     prefill = StreamPrefill(
         HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu=cpu, cpu_share=share
     )
@@ -141,7 +141,7 @@ def test_on_the_gpu_with_the_service(store: HostStore) -> None:
     paths = GpuPaths(device, store, shape.plan_shape(store), ACT, fields, block, TOP_K)
     bases = [store.base(layer) for layer in range(LAYERS)]
     service = cpu_experts().expert_service(
-        layout, bases, EXPERTS, ACT, block, fields, ServiceOptions(1, idle_s=0.0)
+        store.layouts, bases, EXPERTS, ACT, block, fields, ServiceOptions(1, idle_s=0.0)
     )
     service.start()
     try:

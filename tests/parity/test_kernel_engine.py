@@ -12,7 +12,7 @@ import headrace
 from headrace.core.config import EngineConfig
 from headrace.core.request import GenerationRequest, SamplingParams
 from headrace.engine.engine import Engine
-from tests.fixtures.kernel_engine import host_engine, kernel_engine
+from tests.fixtures.kernel_engine import BLOCK_TOKENS, host_engine, kernel_engine
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
 from tests.fixtures.toy import write_gpt_oss, write_gpt_oss_gguf, write_qwen3_moe
 from tests.fixtures.toy_engine import drain
@@ -30,6 +30,10 @@ on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+
+
+# Of sealed caches, so that short answers seal some.
+PAGES = {"block_tokens": BLOCK_TOKENS}
 
 
 def needs_gpu(test):
@@ -66,6 +70,20 @@ def test_gpt_oss_gives_the_tokens_of_the_host(gpt_oss: Path):
     expected = greedy(host_engine(gpt_oss), PROMPTS, together=True)
     for graphs in (True,) if INTERPRETED else (True, False):
         assert greedy(kernel_engine(gpt_oss, graphs=graphs), PROMPTS, together=True) == expected
+
+
+SEALED = ["fp8", "nvfp4k-fp8v"]
+
+
+@pytest.mark.parametrize("kv_format", SEALED)
+def test_sealed_pages_in_captured_steps(gpt_oss: Path, kv_format: str):
+    """The host's tokens: decoding steps read sealed pages, and seal the ones that they fill."""
+    prompts = [[(7 * i + s) % 250 for i in range(n)] for s, n in enumerate((15, 31, 8))]
+    prompts = prompts[:2] if INTERPRETED else prompts
+    expected = greedy(host_engine(gpt_oss, kv_format), prompts, together=True)
+    for graphs in (True,) if INTERPRETED else (True, False):
+        engine = kernel_engine(gpt_oss, graphs=graphs, kv_format=kv_format, **PAGES)
+        assert greedy(engine, prompts, together=True) == expected
 
 
 @needs_gpu

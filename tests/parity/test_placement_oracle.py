@@ -75,7 +75,7 @@ class OnCpu:
             found.append(slabs)
         if self._spoil is not None:
             self._spoil(found)
-        return CpuExecutor(cpu_experts(), layout, found, Activation())
+        return CpuExecutor(cpu_experts(), [layout] * len(found), found, Activation())
 
 
 def load(checkpoint: Checkpoint, factory: OnCpu | None = None) -> Decoder:

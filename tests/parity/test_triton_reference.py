@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.core.errors import InternalError
+from headrace.formats.base import PackedTensor
 from headrace.ops import reference
 from headrace.ops.records import Activation, AttentionBlock, DenseBlock, LayerKV, RopeTable
 from headrace.ops.registry import resolve
@@ -137,6 +138,26 @@ def test_router_topk(scoring: str, normalize: bool):
         assert torch.equal(ids.cpu(), want_ids)
         assert ids.dtype == torch.int32
         close("router_topk", weights, want_weights)
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_route_is_the_choice_of_the_scores(fmt: str, rows: int):
+    """Scores of small integers are exact in every type, ties included; experts far from a power of two."""
+    rng = np.random.default_rng(rows)
+    x, bias = ints(rng, rows, 48), ints(rng, 6)
+    weight = PackedTensor(fmt, (6, 48), {"data": ints(rng, 6, 48).to(DTYPES[fmt])})
+    logits = x.double() @ weight.parts["data"].double().T + bias.double()
+    want_ids, want_weights = TWINS["router_topk"](logits.float(), 3, "topk_softmax", True)
+    done = torch.zeros(16, dtype=torch.int32)
+    for _again in range(2):
+        ids, weights = run("route", x, weight, bias, 3, "topk_softmax", True, done)
+        assert torch.equal(ids.cpu(), want_ids)
+        close("router_topk", weights, want_weights)
+
+
+def ints(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(-3, 4, shape).astype(np.float32))
 
 
 def test_an_unknown_scoring_is_refused():

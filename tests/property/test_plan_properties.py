@@ -20,9 +20,6 @@ SPECS = {name: bundled_model(name).spec() for name in MODELS}
 models, machines = st.sampled_from(MODELS), st.sampled_from(MACHINES)
 contexts = st.integers(1, 8192)
 GB = 10**9
-# Experts in VRAM are read while link and CPU serve the others. Close to full residency these two have
-# nothing left to do, and where VRAM is not much faster than host memory that costs a little.
-IDLE = 0.06
 
 
 def planned(model: str, machine, context: int, kv: str = "bf16", users: int = 1) -> Plan:
@@ -42,7 +39,7 @@ def test_more_vram_is_never_slower(model, name, context, more):
     bigger = replace(machine.gpu, memory_nbytes=machine.gpu.memory_nbytes + more * GB)
     before = planned(model, machine, context)
     after = planned(model, replace(machine, gpu=bigger), context)
-    assert speed(after) >= speed(before) * (1 - IDLE)
+    assert speed(after) >= speed(before) * (1 - 1e-9)
     assert after.fits or not before.fits
 
 

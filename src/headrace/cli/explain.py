@@ -86,10 +86,15 @@ def run(args: argparse.Namespace) -> int:
         check_workload(engine.info, workload)  # before the kernels are measured
         machine = this_machine(probe_machine(gpus=True), engine.info.threads)
         if not args.no_probe and not any(name.startswith("kernel_one_") for name in machine.rates):
-            from headrace.engine.kernel_probe import probe_engine
+            from headrace.engine.probes import has_room, probe_engine
 
             note("measuring the kernels' rates")
-            machine = with_rates(machine, probe_engine(engine))
+            try:
+                machine = with_rates(machine, probe_engine(engine))
+            except Exception as error:
+                if has_room(error):
+                    raise
+                note("there is no memory left to measure the kernels in, so nothing is predicted")
         report = report_of(engine, run_steps(engine, workload), args.step, machine)
     finally:
         engine.close()

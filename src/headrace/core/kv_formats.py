@@ -110,7 +110,8 @@ def pool_shape(
     """The pool for a format and the limits of a step.
 
     A sequence has one open page. One that leaves its open page and enters another within one step
-    holds both until the step is done, for which it needs two tokens of the step.
+    holds both until the step is done, for which it needs two tokens of the step. One shared page is there
+    at least: rows that pad a captured step write to it.
     """
     if not kv_format.sealed:
         return PoolShape(num_blocks, block_tokens)
@@ -120,7 +121,7 @@ def pool_shape(
         block_tokens,
         num_first=first if kv_format.first_tokens else 0,
         num_own=max_num_seqs + min(max_num_seqs, max_batch_tokens // 2),
-        num_shared=max_batch_tokens // block_tokens,
+        num_shared=max(max_batch_tokens // block_tokens, 1),
     )
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.step import ScheduledChunk
-from headrace.kv.open_pages import OpenPages
+from headrace.kv.open_pages import OpenChunk, OpenPages
 from headrace.ops.records import AttentionBatch, OpenBatch
 
 
@@ -59,11 +59,16 @@ def build_batch(
     )
 
 
+def open_chunks(chunks: Sequence[ScheduledChunk], open_pages: OpenPages) -> list[OpenChunk]:
+    """The open pages of a step's chunks, or of some of them, for the first time or again."""
+    open_pages.begin()
+    return [open_pages.open_chunk(c.start, len(c.token_ids), c.block_ids) for c in chunks]
+
+
 def _open_batch(
     chunks: Sequence[ScheduledChunk], size: int, device: torch.device, open_pages: OpenPages
 ) -> OpenBatch:
-    open_pages.begin()
-    found = [open_pages.open_chunk(c.start, len(c.token_ids), c.block_ids) for c in chunks]
+    found = open_chunks(chunks, open_pages)
     pages = np.zeros((len(chunks), max(len(f.slots) for f in found)), np.int32)
     rows: list[npt.NDArray[np.int64]] = []
     for index, (chunk, one) in enumerate(zip(chunks, found, strict=True)):

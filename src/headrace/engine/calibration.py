@@ -13,7 +13,7 @@ from headrace.core.errors import UserError
 from headrace.core.kv_formats import MAX_RANK
 from headrace.kv.directions import save_directions
 from headrace.machine.device import HostDevice
-from headrace.models.calibration import calibration_text, directions, query_moments
+from headrace.models.calibration import LONGEST, calibration_text, directions, query_moments
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops.registry import OpSet, resolve
@@ -58,9 +58,10 @@ def calibrate(
             hint="give a longer --text, or leave it out",
         )
     device = HostDevice()
+    places = min(checkpoint.spec.max_context, LONGEST)
 
     def load(ops: OpSet) -> Decoder:
-        return load_model(checkpoint, ops, device, max_positions=len(ids), progress=progress)
+        return load_model(checkpoint, ops, device, max_positions=places, progress=progress)
 
     moments = query_moments(load, resolve(("cpu", "reference")), ids)
     found = directions(moments, MAX_RANK)

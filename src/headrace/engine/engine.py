@@ -27,6 +27,7 @@ from headrace.core.step import ClassStats, ScheduledChunk, StepOutput, StepPlan,
 from headrace.engine.expert_stats import expert_classes
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
+from headrace.engine.profilers import make_profiler
 from headrace.engine.requests import LiveRequest, LiveSequence, failure
 from headrace.engine.runner import Ranges, Runner
 from headrace.engine.sampler import SamplingState
@@ -50,6 +51,7 @@ class Engine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
         self.info = parts.info
         self.observe: Callable[[StepStats], None] | None = None
         self._tokenizer = parts.tokenizer
@@ -150,14 +152,14 @@ class Engine:
             self._profiler.stop()
             self._profiler = None
         if on:
-            self._profiler = StepProfiler(
-                self._decoder, self.info.kv_format, self.info.block_tokens
-            )
-            if self._experts is not None:
-                left = self._experts.misses_of_twice_the_slots
-                self._profiler.model = replace(self._profiler.model, misses_of_twice_the_slots=left)
+            self._profiler = make_profiler(self._parts)
             self._profiler.start()
         return self._profiler
+
+    @property
+    def parts(self) -> EngineParts:
+        """What it was made of; for measurements."""
+        return self._parts
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -255,7 +257,9 @@ class Engine:
             return ranges.stats()
         seen = self._profiler.take(plan, ranges.seconds)
         last = None if self._experts is None else self._experts.last
-        return seen if last is None else seen + expert_classes(last)
+        if last is None:
+            return seen
+        return seen + expert_classes(last, timed=not self._profiler.samples)
 
     def _end(self, live: LiveSequence, end: Finished, delta: OutputDelta) -> OutputDelta:
         request = live.live
@@ -322,6 +326,8 @@ class Engine:
         try:
             if self._experts is not None:
                 self._experts.step_begins(sum(len(c.token_ids) for c in chunks))
+            if self._profiler is not None:
+                self._profiler.begins(chunks)
             output = self._runner.compute(step, chunks, self._states, ranges)
             if self._experts is not None:
                 self._experts.step_ended()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.engine.resolved import Resolved
-from headrace.experts.slab_pack import layout_of
+from headrace.experts.slab_pack import layouts_of
 from headrace.experts.store import HostStore, build_store, host_limits
 from headrace.machine.pinned import Pinner
 from headrace.ops.records import ExpertWeights
@@ -26,14 +26,14 @@ def load_host_store(
 
     Raises:
         DoesNotFitError: neither RAM nor the folder of ``--expert-disk`` has room.
-        UnsupportedModelError: layers differ in format.
+        UnsupportedModelError: experts of a layer differ in format, or gate and up do.
     """
     limits = host_limits(
         ram_nbytes=resolved.expert_ram_nbytes, pin_nbytes=resolved.pin_budget_nbytes
     )
     return build_store(
         experts,
-        layout_of(experts),
+        layouts_of(experts),
         threads=resolved.threads,
         pin=True,
         disk=None if resolved.expert_disk is None else Path(resolved.expert_disk).expanduser(),

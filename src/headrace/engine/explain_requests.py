@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 # What an idle engine runs for itself: enough steps for a mean, over in about a second on a small model.
 IDLE_PROMPT, IDLE_STEPS = 64, 16
+LEAST_STEPS = 6  # two to warm up, one that is marked on a GPU, and some that are not
 
 
 class ExplainRequests:
@@ -52,7 +53,7 @@ class ExplainRequests:
         idle, now = not self._engine.has_work(), time.monotonic()
         left: list[tuple[Explain, float]] = []
         for command, deadline in self._waiting:
-            seen = sum(stats.phase == command.phase for stats, _ in watch.steps)
+            seen = sum(one.stats.phase == command.phase for one in watch.steps)
             if seen >= command.steps or idle or now >= deadline:
                 self._answer(command, lambda: watch)
             else:
@@ -64,7 +65,7 @@ class ExplainRequests:
 
     def _workload(self, command: Explain) -> Workload:
         context = self._engine.info.context
-        steps = max(3, min(command.steps, IDLE_STEPS, context // 4))
+        steps = max(LEAST_STEPS, min(command.steps, IDLE_STEPS, context // 4))
         return Workload(command.phase, min(IDLE_PROMPT, context // 2), steps)
 
     def _answer(self, command: Explain, watch: Callable[[], Watch]) -> None:

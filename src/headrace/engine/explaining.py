@@ -6,13 +6,18 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from headrace.core.errors import ConfigError, InternalError
+from headrace.core.errors import ConfigError, InternalError, MachineError
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams
 from headrace.core.status import EngineInfo
 from headrace.core.step import StepStats
+from headrace.engine.expert_prediction import CachedExperts, expert_seconds
+from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
+from headrace.experts.live import LiveExperts
+from headrace.explain import leaf
+from headrace.explain.kernel_rates import ExpertSeconds
 from headrace.explain.report import ExplainReport, Sample, explain
 from headrace.explain.running_cost import RunningModel, StepRows
 from headrace.machine.profile import MachineProfile
@@ -31,10 +36,20 @@ class Explainable(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+    @property
+    def parts(self) -> EngineParts: ...
     def submit(self, request: GenerationRequest) -> None: ...
     def step(self) -> list[OutputDelta | RequestFailed]: ...
     def has_work(self) -> bool: ...
     def watch_classes(self, on: bool) -> StepProfiler | None: ...
+
+
+class Seen(NamedTuple):
+    """A step, its rows, and whether what watched it slowed it down."""
+
+    stats: StepStats
+    rows: StepRows
+    slowed: bool = False
 
 
 @dataclass
@@ -42,9 +57,7 @@ class Watch:
     """Steps of an engine with their rows, from ``start`` to ``stop``. Whoever observed before still does."""
 
     engine: Explainable
-    steps: list[tuple[StepStats, StepRows]] = field(
-        default_factory=list[tuple[StepStats, StepRows]]
-    )
+    steps: list[Seen] = field(default_factory=lambda: list[Seen]())
 
     def start(self) -> None:
         """Watch from now on."""
@@ -66,7 +79,7 @@ class Watch:
         return self._profiler.model
 
     def _take(self, stats: StepStats) -> None:
-        self.steps.append((stats, self._profiler.rows))
+        self.steps.append(Seen(stats, self._profiler.rows, self._profiler.slowed))
         if self._before is not None:
             self._before(stats)
 
@@ -74,17 +87,19 @@ class Watch:
         """Decode: all steps of the most frequent batch, and the rows of the middle one. Prefill: the last
         of the largest chunks. None where no step was of that phase.
         """
-        found = [(s, rows) for s, rows in self.steps if s.phase == phase]
+        found = [one for one in self.steps if one.stats.phase == phase]
         if not found:
             return None
         if phase == "prefill":
-            most = max(stats.tokens for stats, _ in found)
-            stats, rows = [one for one in found if one[0].tokens == most][-1]
-            return Sample((stats,), rows)
-        batch = Counter(stats.batch for stats, _ in found).most_common(1)[0][0]
-        alike = [one for one in found if one[0].batch == batch]
+            most = max(one.stats.tokens for one in found)
+            last = [one for one in found if one.stats.tokens == most][-1]
+            return Sample((last.stats,), last.rows)
+        batch = Counter(one.stats.batch for one in found).most_common(1)[0][0]
+        alike = [one for one in found if one.stats.batch == batch]
         alike = alike[WARM_UP:] or alike
-        return Sample([stats for stats, _ in alike], alike[len(alike) // 2][1])
+        plain = [one.stats for one in alike if not one.slowed]
+        slowed = [one.stats for one in alike if one.slowed]
+        return Sample(plain or slowed, alike[len(alike) // 2].rows, slowed if plain else ())
 
 
 @dataclass(frozen=True)
@@ -154,4 +169,44 @@ def report_of(
     sample = watch.sample(phase)
     if sample is None:
         return None
-    return explain(engine.info.model, sample, watch.model, machine, engine.info.threads)
+    try:
+        experts = experts_of(engine, sample, machine)
+    except MachineError:  # nothing is predicted where a rate is missing
+        experts = None
+    return explain(engine.info.model, sample, watch.model, machine, engine.info.threads, experts)
+
+
+def experts_of(
+    engine: Explainable, sample: Sample, machine: MachineProfile
+) -> ExpertSeconds | None:
+    """What the sample's experts should take, with the hits that its steps had; None without a cache of them.
+
+    Raises:
+        MachineError: a rate is missing.
+    """
+    cached = cached_experts(engine.parts)
+    if cached is None or not sample.rows.decode:
+        return None
+    moved = {leaf.EXPERTS_GPU: 0, leaf.EXPERT_FETCH: 0, leaf.EXPERTS_CPU: 0}
+    for one in (c for stats in sample.stats for c in stats.classes if c.id in moved):
+        moved[one.id] += one.bytes.hbm + one.bytes.pcie + one.bytes.dram
+    looked_up = moved[leaf.EXPERTS_GPU] + moved[leaf.EXPERTS_CPU]
+    hits = moved[leaf.EXPERTS_GPU] - moved[leaf.EXPERT_FETCH]
+    return expert_seconds(cached, hits / looked_up if looked_up else 0.0, machine)
+
+
+def cached_experts(parts: EngineParts) -> CachedExperts | None:
+    """The experts that an engine's cache of slots serves."""
+    if not isinstance(parts.experts, LiveExperts):
+        return None
+    executor = parts.experts.executor
+    shape, layout = executor.plan_shape, executor.store.layout
+    everything = shape.num_layers * shape.num_experts * shape.num_slices
+    return CachedExperts(
+        placement=executor.shape.placement,
+        layers=shape.num_layers,
+        wanted=executor.shape.top_k * shape.num_slices,
+        slice_nbytes=layout.slice_nbytes,
+        format=layout.format,
+        resident=shape.num_slots / everything,
+    )

@@ -26,8 +26,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.sampler import SamplingState, choose
 from headrace.engine.this_machine import measured_rate
 from headrace.explain import leaf
-from headrace.explain.kernel_rates import rate_name
-from headrace.explain.running_cost import MATRICES, RunningModel, Stored
+from headrace.explain.running_cost import MATRICES, RunningModel, Stored, rate_name
 from headrace.formats.base import PackedTensor, load_formats
 from headrace.kv.storage import DTYPES
 from headrace.machine.profile import Rate
@@ -49,15 +48,6 @@ HOST = (leaf.SCHEDULE, leaf.DETOKENIZE)
 # A byte whose pattern is a harmless number in every format's scales: 1.06 as two of them in float16,
 # 2^-67 as an exponent, 0.5 in E4M3.
 FILLING = 60
-
-
-def probe_engine(engine: Engine) -> dict[str, Rate]:
-    """``probe_kernels`` for a loaded, idle engine. Nothing on a device whose kernels it cannot time."""
-    profiler = engine.watch_classes(True)
-    engine.watch_classes(False)
-    if profiler is None or profiler.model.gpu:
-        return {}
-    return probe_kernels(profiler.ops, profiler.model)
 
 
 def probe_kernels(ops: OpSet, model: RunningModel) -> dict[str, Rate]:
@@ -84,12 +74,15 @@ def probe_kernels(ops: OpSet, model: RunningModel) -> dict[str, Rate]:
     return rates
 
 
-def packed(name: str, rows: int, cols: int) -> PackedTensor:
+def packed(name: str, rows: int, cols: int, device: torch.device | None = None) -> PackedTensor:
     """A matrix of format ``name`` whose bytes are all written, so that they lie in memory."""
     layout = load_formats()[name].layout((rows, cols))
     parts = {
         part: torch.full(
-            want.shapes[0], FILLING if want.dtype is torch.uint8 else 0.5, dtype=want.dtype
+            want.shapes[0],
+            FILLING if want.dtype is torch.uint8 else 0.5,
+            dtype=want.dtype,
+            device=device,
         )
         for part, want in layout.items()
     }
@@ -289,7 +282,7 @@ def _sampler_gbps() -> float:
 
 def _host() -> tuple[float, float]:
     """Host seconds of a step and of a token's text, from steps of the embedded model."""
-    engine = Engine.load(EngineConfig("tiny", context=STEPS + 16))
+    engine = Engine.load(EngineConfig("tiny", context=STEPS + 16, device="cpu"))
     seen: list[StepStats] = []
     engine.observe = seen.append
     engine.watch_classes(True)

@@ -18,11 +18,13 @@ from headrace.core.kv_formats import (
     pool_shape,
 )
 from headrace.core.model_spec import ModelSpec
-from headrace.engine.choosing import Chosen, one_of, why
+from headrace.engine.choosing import DEFAULT_SEALED_BLOCK_TOKENS, Chosen, one_of, why
 
-# Where sealed pages are served one launch at a time: steps over them are not captured in graphs yet, and
-# their kernels were checked in Triton's interpreter and by compiling them, not on a GPU (2026-11-29).
-_UNCAPTURED = frozenset({"triton"})
+# Shared memory that a prefill program over sealed pages takes where heads are above 128, by tokens of a
+# page: what Triton 3.6 says of prefill_nvfp4k_fp8v with 64 rows and heads of 256 (fp8 takes less). Smaller
+# heads and smaller pages take 97,284 bytes at most; every GPU since Ampere has 101,376.
+_WIDE_DIM = 128
+_WIDE_SHARED_NBYTES = {64: 126_980, 128: 186_372}
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class KVSupport:
 
     backends: those with kernels for sealed pages
     directions: hash of the residual directions stored for these weights, None if there are none
+    shared_nbytes: shared memory that a program on the GPU may have, None if that is not known
     """
 
     backends: frozenset[str] = frozenset({"reference"})
     directions: str | None = None
+    shared_nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,21 @@ def choose_kv(
         ConfigError: the format is unknown, or nothing here can compute with it.
     """
     given = one_of("--kv-format", config.kv_format, KV_FORMATS)
-    usable = frozenset(n for n in FORMATS if _obstacle(FORMATS[n], spec, support, backend) is None)
+    block_tokens = config.block_tokens or DEFAULT_SEALED_BLOCK_TOKENS
+
+    def obstacle_of(made: KVFormat) -> str | None:
+        return _obstacle(made, spec, support, backend, block_tokens)
+
+    usable = frozenset(name for name, made in FORMATS.items() if obstacle_of(made) is None)
     if given == "auto":
         rank = 0 if support.directions is None else MAX_RANK
-        fitting = usable
-        if backend in _UNCAPTURED:
-            fitting = frozenset(n for n in usable if not FORMATS[n].sealed)
-        name, reason = smallest_that_holds(spec.family, rank=rank, usable=fitting)
+        name, reason = smallest_that_holds(spec.family, rank=rank, usable=usable)
         reason = f"auto: {reason}"
     else:
         name = given or default[0]
         reason = why(given, default[1])
     made = FORMATS[name]
-    obstacle = _obstacle(made, spec, support, backend)
+    obstacle = obstacle_of(made)
     if obstacle is not None:
         raise ConfigError(
             f"--kv-format {name}: {obstacle}",
@@ -82,11 +88,6 @@ def choose_kv(
         )
     chosen("kv_format", name, reason)
     warnings: tuple[str, ...] = ()
-    if made.sealed and backend in _UNCAPTURED:
-        warnings = (
-            f"--kv-format {name} on a GPU decodes without CUDA graphs, slower than bf16, with kernels "
-            "that have not been measured on one",
-        )
     rank = 0
     if made.max_rank:
         if support.directions is None:
@@ -102,7 +103,9 @@ def choose_kv(
     return KVChoice(made, rank, key, warnings)
 
 
-def _obstacle(made: KVFormat, spec: ModelSpec, support: KVSupport, backend: str) -> str | None:
+def _obstacle(
+    made: KVFormat, spec: ModelSpec, support: KVSupport, backend: str, block_tokens: int
+) -> str | None:
     """Why a format cannot be used, None if it can."""
     if not made.sealed:
         return None
@@ -112,6 +115,13 @@ def _obstacle(made: KVFormat, spec: ModelSpec, support: KVSupport, backend: str)
         return (
             f"heads of {spec.head_dim} are not supported: multiples of {KEY_GROUP} up to "
             f"{MAX_HEAD_DIM} are"
+        )
+    needed = _WIDE_SHARED_NBYTES.get(block_tokens, 0) if spec.head_dim > _WIDE_DIM else 0
+    have = support.shared_nbytes
+    if backend == "triton" and have is not None and needed > have:
+        return (
+            f"heads of {spec.head_dim} in blocks of {block_tokens} tokens take {needed} bytes of shared "
+            f"memory, this GPU's programs have {have}; blocks of 32 tokens do (--block-tokens 32)"
         )
     return None
 

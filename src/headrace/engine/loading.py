@@ -28,7 +28,7 @@ from headrace.engine.resolve import GpuSupport, Resolved, resolve
 from headrace.engine.scheduler import SchedulerConfig
 from headrace.kv.directions import Directions, load_directions
 from headrace.kv.storage import allocate_cache, is_out_of_memory
-from headrace.machine.cuda_device import visible_gpus
+from headrace.machine.cuda_device import shared_memory_nbytes, visible_gpus
 from headrace.machine.device import CudaDevice, Device, HostDevice
 from headrace.machine.probe import Machine, probe_machine
 from headrace.machine.profile_store import with_profile
@@ -37,7 +37,7 @@ from headrace.machine.threads import choose_threads
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops import registry
-from headrace.ops.records import LayerCache, LayerKV
+from headrace.ops.records import LayerCache
 from headrace.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         missing_kernels=registry.unavailable_reason("cpu"),
         sizes=model_sizes(checkpoint),
         gpu=support,
-        kv=kv_support(found),
+        kv=kv_support(found, machine),
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
@@ -210,11 +210,10 @@ def capture_graphs(
     progress: Progress | None,
 ) -> DecodeGraphs | None:
     """Capture decoding, where the device has something to gain from it."""
-    plain = [cache for cache in kv if isinstance(cache, LayerKV)]
-    if resolved.device != "cuda" or resolved.backend != "triton" or len(plain) < len(kv):
+    if resolved.device != "cuda" or resolved.backend != "triton":
         return None
     graphs = DecodeGraphs(
-        decoder, plain, device, max_batch=resolved.max_num_seqs, context=resolved.context
+        decoder, kv, device, max_batch=resolved.max_num_seqs, context=resolved.context
     )
     graphs.capture(progress)
     return graphs
@@ -230,7 +229,8 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
         max_num_seqs=resolved.max_num_seqs,
         prefix_cache=config.prefix_cache,
         sealed=FORMATS[resolved.kv_format].sealed,
-        num_first=resolved.kv_pool.num_first or None,
+        # The pool has a block more for padding, which the scheduler does not know of.
+        num_first=min(resolved.kv_pool.num_first, resolved.num_blocks) or None,
         kv_key=resolved.kv_key,
     )
 
@@ -243,10 +243,11 @@ def find_directions(config: EngineConfig, checkpoint: Checkpoint) -> Directions 
     return load_directions(weights_hash(checkpoint), checkpoint.spec)
 
 
-def kv_support(found: Directions | None) -> KVSupport:
+def kv_support(found: Directions | None, machine: Machine) -> KVSupport:
     """Which back-ends have kernels for sealed pages, and which directions they could use."""
     able = {b for b in registry.BACKENDS if registry.serves(b, registry.SEALED)}
-    return KVSupport(frozenset(able), None if found is None else found.key)
+    shared = shared_memory_nbytes(machine.gpus[0].index) if machine.gpus else None
+    return KVSupport(frozenset(able), None if found is None else found.key, shared)
 
 
 def set_threads(resolved: Resolved) -> None:

@@ -132,17 +132,27 @@ def _gbps(machine: MachineProfile, rate: str, resource: str, engine: EngineModel
     return value * (1.0 if measured(machine, resource) else engine.reach.get(resource, 1.0))
 
 
-def placement_of(layout: Layout, workload: Workload, hits: float, share: float) -> Placement:
-    """The step's placement that a layout and a hit rate make."""
+def hit_rate(spec: PlanSpec, resident: float, engine: EngineModel) -> HitRate:
+    """Of the engine's cache with this share of the experts in VRAM; 1 for a model without experts."""
+    if not spec.sparse:
+        return HitRate(1.0, 1.0, 1.0)
+    return expected_hit_rate(spec.num_experts, spec.num_experts_per_token, resident, engine.policy)
+
+
+def placement_of(
+    layout: Layout, workload: Workload, hits: float, share: float, in_memory: float = 1.0
+) -> Placement:
+    """The step's placement that a layout and a hit rate make.
+
+    in_memory: look-ups that VRAM or host memory serves, where a part of the experts is on the disk.
+    """
     if layout.mode == "cpu":
         return Placement(gpu=False, kv_format=workload.kv_format)
     if layout.mode == "vram":
         return Placement(kv_format=workload.kv_format)
     disk = 0.0
     if layout.mode == "disk":
-        # What is neither in VRAM nor in host memory, by the same hit-rate model.
-        kept = expected_hit_rate(min(1.0, layout.resident + layout.ram_share)).expected
-        disk = (1 - kept) / (1 - hits) if hits < 1 else 0.0
+        disk = (1 - in_memory) / (1 - hits) if hits < 1 else 0.0
     return Placement(
         hit_rate=hits, fetch_share=share, disk_share=min(1.0, disk), kv_format=workload.kv_format
     )
@@ -155,12 +165,14 @@ def _speed(
     layout: Layout,
     engine: EngineModel,
 ) -> Speed:
-    hits = expected_hit_rate(layout.resident) if spec.sparse else HitRate(1.0, 1.0, 1.0)
+    hits = hit_rate(spec, layout.resident, engine)
+    kept = hit_rate(spec, min(1.0, layout.resident + layout.ram_share), engine).expected
     # Half of the context is cached in the middle of a conversation: the mean over its tokens.
     shape = StepShape("decode", workload.concurrency, 1, max(1, workload.context // 2))
 
     def decode(rate: float, share: float) -> StepTime:
-        return step_time(spec, shape, placement_of(layout, workload, rate, share), machine, engine)
+        place = placement_of(layout, workload, rate, share, kept)
+        return step_time(spec, shape, place, machine, engine)
 
     share = 0.0
     if layout.mode in ("ram", "disk"):
@@ -205,7 +217,9 @@ def prefill_time(
 
     Resident experts are not copied; the others travel once a chunk.
     """
-    place = placement_of(layout, workload, layout.resident, 1.0)
+    # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
+    kept = min(1.0, layout.resident + layout.ram_share)
+    place = placement_of(layout, workload, layout.resident, 1.0, kept)
     done, seconds, last = 0, 0.0, None
     while done < workload.prompt:
         size = min(CHUNK_TOKENS, workload.prompt - done)

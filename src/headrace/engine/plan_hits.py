@@ -1,20 +1,27 @@
-"""How often the experts that a token wants are in VRAM, from the share of experts that fit there.
+"""How often the experts that a token wants are in VRAM: the cache's prediction, with an interval around it.
 
-A power law r^b through one published point: 15.2% of gpt-oss-120b's experts resident served 31.5% of
-the look-ups under LRU (blog post on one RTX 5070 Ti, 2026). The ends of the interval are uniform
-routing, where the share itself is the rate, and agents' routing on other models: with about 38% of
-Qwen3.6-35B-A3B's experts resident 84% were served, with about 11% of DeepSeek-V4-Flash's 61%
-(the same engine on an RTX 5090; exponents 0.18 and 0.22).
+The formula is ``experts.hit_rate``'s, the one that the engine places experts by. How a router repeats
+itself differs between models and texts, and nothing in a configuration tells, so that a plan takes the
+published statistics of gpt-oss-120b and says what other routers would make of it: one that chooses
+uniformly, and agents' routing of DeepSeek-V4-Flash.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 
-PUBLISHED_RESIDENT, PUBLISHED_HITS = 0.152, 0.315
-EXPONENT = log(PUBLISHED_HITS) / log(PUBLISHED_RESIDENT)
-EXPONENT_AGENTS = 0.22
+from headrace.experts.hit_rate import (
+    GPT_OSS_120B,
+    PolicyName,
+    RoutingStatistics,
+    predict_hit_rate,
+)
+
+# Popularity that hardly varies, so that the formula's power is an exponential.
+UNIFORM = RoutingStatistics(1e6, 0.0, 1.0, 0.0, "uniform routing")
+# One published point, 61% of look-ups under LRU with 11% of 256 experts resident (6 of them a token; a blog
+# post on the FreeToken paper, 2026), fixes one number.
+AGENTS = RoutingStatistics(0.12, 0.0, 1.0, 0.20, "agents on DeepSeek-V4-Flash, published")
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,20 @@ class HitRate:
     high: float
 
 
-def expected_hit_rate(resident: float) -> HitRate:
+def expected_hit_rate(
+    num_experts: int, top_k: int, resident: float, policy: PolicyName = "value"
+) -> HitRate:
     """The hit rate of a cache that holds ``resident`` of all experts (0 to 1).
 
     Monotonic, 0 at 0 and 1 at 1.
+
+    Args:
+        num_experts, top_k: of one layer.
+        policy: of the engine's cache.
     """
     share = min(1.0, max(0.0, resident))
-    return HitRate(
-        share, share**EXPONENT if share else 0.0, share**EXPONENT_AGENTS if share else 0.0
-    )
+
+    def rate(statistics: RoutingStatistics) -> float:
+        return predict_hit_rate(num_experts, top_k, share, policy, statistics)
+
+    return HitRate(rate(UNIFORM), rate(GPT_OSS_120B), rate(AGENTS))

@@ -105,7 +105,8 @@ def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layo
         if sum(everything.values()) <= vram:
             return Layout("vram", {"vram": everything, "ram": host}, capacity, _experts(spec))
         if spec.sparse:
-            found = _offloaded(spec, on_gpu, {**on_host, **host}, capacity)
+            shared = machine.gpu.unified
+            found = _offloaded(spec, on_gpu, {**on_host, **host}, capacity, shared=shared)
             if found is not None:
                 return found
     everything = {k: n for k, n in weights.items() if n} | fixed | host
@@ -147,14 +148,22 @@ def _experts(spec: PlanSpec) -> int:
 
 
 def _offloaded(
-    spec: PlanSpec, on_gpu: dict[str, int], host: dict[str, int], capacity: dict[str, int]
+    spec: PlanSpec,
+    on_gpu: dict[str, int],
+    host: dict[str, int],
+    capacity: dict[str, int],
+    *,
+    shared: bool = False,
 ) -> Layout | None:
-    """Experts in host memory (and on disk), a cache of them in VRAM; None without room for a layer's."""
+    """Experts in host memory (and on disk), a cache of them in VRAM; None without room for a layer's.
+
+    shared: both are one memory, where an expert that the GPU reads is not kept a second time.
+    """
     room = capacity["vram"] - sum(on_gpu.values())
     slots = min(_experts(spec), max(0, room) // spec.expert_nbytes)
     if slots < spec.num_experts_per_token:
         return None
-    pool = _experts(spec) * spec.expert_nbytes
+    pool = (_experts(spec) - (slots if shared else 0)) * spec.expert_nbytes
     used = {"vram": {**on_gpu, "expert slots": slots * spec.expert_nbytes}}
     room = capacity["ram"] - sum(host.values())
     resident = slots / _experts(spec)
@@ -164,8 +173,9 @@ def _offloaded(
     kept = max(0, room) // spec.expert_nbytes * spec.expert_nbytes
     used["ram"] = {**host, "experts": kept}
     used["disk"] = {"experts": pool - kept}
+    everything = _experts(spec) * spec.expert_nbytes
     return Layout(
-        "disk", used, capacity, slots, resident, kept / pool, {"ram": pool - max(0, room)}
+        "disk", used, capacity, slots, resident, kept / everything, {"ram": pool - max(0, room)}
     )
 
 

@@ -7,13 +7,13 @@ calls, since its layers' halves are one operation each, which time their own par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from headrace.core.errors import InternalError
 from headrace.core.kv_formats import FORMATS
 from headrace.core.model_spec import ModelSpec
-from headrace.core.step import ClassStats, MovedBytes, StepPlan
+from headrace.core.step import ClassStats, MovedBytes, ScheduledChunk, StepPlan
 from headrace.explain import leaf
 from headrace.explain.cost import Work
 from headrace.explain.running_cost import (
@@ -42,7 +42,11 @@ OP_CLASSES = {
     "moe": leaf.EXPERTS_GPU,
 }
 # A block's plain product is its last part.
-BLOCK_PRODUCTS = {"attention_block": leaf.O_PROJECTION, "dense_block": leaf.DENSE_FFN}
+BLOCK_PRODUCTS = {
+    "attention_block": leaf.O_PROJECTION,
+    "dense_block": leaf.DENSE_FFN,
+    "route": leaf.ROUTER,
+}
 # The engine's own ranges that are classes, too.
 RANGE_CLASSES = {
     "sampler": leaf.SAMPLING,
@@ -61,6 +65,7 @@ class Profilable(Protocol):
     def spec(self) -> ModelSpec: ...
     @property
     def ops(self) -> OpSet: ...
+    def watch_mixtures(self, observer: Callable[[], None] | None) -> None: ...
     def matrices(self) -> Iterator[tuple[str, PackedTensor]]: ...
 
 
@@ -102,6 +107,7 @@ class StepProfiler:
         if not isinstance(decoder, Profilable):
             raise InternalError(f"{type(decoder).__name__} has no operations to watch")
         self.model = running_model(decoder, kv_format, block_tokens)
+        self.decoder = decoder
         self.ops = decoder.ops
         names = classes_of([kind for kind, _ in decoder.matrices()])
         self._products = {id(w): names[k] for k, w in decoder.matrices() if k != "embed"}
@@ -111,6 +117,10 @@ class StepProfiler:
         }
         self._seen: dict[str, list[float]] = {}
         self.rows = StepRows((), 0)  # of the step that was taken last
+        # Whether that step was slowed down by what watched it, and is not to be counted as a step.
+        self.slowed = False
+        # Whether steps can say what their classes took only now and then: those that are slowed.
+        self.samples = False
 
     def start(self) -> None:
         """Watch from now on."""
@@ -120,18 +130,27 @@ class StepProfiler:
         """Leave the operations alone."""
         self.ops.watch(None)
 
+    def begins(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """A step is about to be computed."""
+
     def _called(
         self, name: str, args: tuple[Any, ...], seconds: float, parts: Sequence[float]
     ) -> None:
         if parts:
-            for ident, part in zip(self._block_classes[name], parts):
-                self._add(ident, part)
-        elif name == "linear":
-            self._add(self._products.get(id(args[1]), leaf.O_PROJECTION), seconds)
-        elif name in BLOCKS:  # a block of a back-end that does not time its parts
-            self._add(name, seconds)
+            for index, part in enumerate(parts):
+                self._add(self.class_of(name, args, index), part)
         else:
-            self._add(OP_CLASSES.get(name, name), seconds)
+            self._add(self.class_of(name, args, None), seconds)
+
+    def class_of(self, name: str, args: tuple[Any, ...], part: int | None) -> str:
+        """The class of an operation's call, or of a block's part."""
+        if part is not None:
+            return self._block_classes[name][part]
+        if name == "linear":
+            return self._products.get(id(args[1]), leaf.O_PROJECTION)
+        return OP_CLASSES.get(
+            name, name
+        )  # blocks that do not time their parts are called themselves
 
     def _add(self, ident: str, seconds: float) -> None:
         found = self._seen.get(ident)

@@ -36,6 +36,7 @@ from headrace.engine.vram_plan import (
     dense_nbytes,
     gpu_workspace_nbytes,
     graphs_nbytes,
+    page_scores_nbytes,
 )
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.slab import SlabLayout, slab_layout
@@ -97,9 +98,14 @@ def resolve_on_gpu(
     budget = _budget(config, gpu, chosen)
 
     def workspace(context: int) -> int:
-        return gpu_workspace_nbytes(
+        nbytes = gpu_workspace_nbytes(
             spec, context=context, max_batch_tokens=batch, max_num_seqs=seqs
         )
+        if kv.format.centred:
+            nbytes += page_scores_nbytes(
+                spec, context=context, block_tokens=block_tokens, max_num_seqs=seqs
+            )
+        return nbytes
 
     empty = VramPlan(
         weights_nbytes=dense_nbytes(spec, dense),

@@ -169,7 +169,7 @@ class Runner:
     ) -> StepOutput:
         assert self._graphs is not None
         with ranges.timed("decoder"):
-            result = self._graphs.run(chunks)
+            result = self._graphs.run(chunks, self._open)
         rows = [row for row, chunk in enumerate(chunks) if chunk.sample]
         wanting = [chunks[row] for row in rows]
         with ranges.timed("sampler"):

@@ -116,3 +116,15 @@ def graphs_nbytes(spec: ModelSpec, *, max_num_seqs: int) -> int:
     rows = min(max_num_seqs, 16)
     step = gpu_workspace_nbytes(spec, context=0, max_batch_tokens=rows, max_num_seqs=rows)
     return step + 4 * rows * spec.vocab
+
+
+def page_scores_nbytes(
+    spec: ModelSpec, *, context: int, block_tokens: int, max_num_seqs: int
+) -> int:
+    """Bytes that decoding over NVFP4 keys needs beside that: each page's reference vector times each query,
+    float32, query heads of a key head padded to a power of two, 8 at least. Eager steps and the graphs'
+    pool have them each.
+    """
+    group = max(1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length(), 8)
+    rows = max_num_seqs + min(max_num_seqs, 16)
+    return rows * spec.num_kv_heads * -(-context // block_tokens) * group * 4

@@ -148,7 +148,7 @@ def _service_factory(
 
     def new_service() -> ExpertService:
         return kernels.expert_service(
-            store.layout, bases, store.num_experts, act, block, fields, options
+            store.layouts, bases, store.num_experts, act, block, fields, options
         )
 
     return new_service

@@ -16,8 +16,8 @@ import torch
 
 from headrace.ops.expert_keep import ASK_DEVICE, choose_kept
 
-# Computes one slice for some tokens: (slice bytes, x [n, hidden]) -> float32 [n, hidden].
-SliceProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Computes one slice for some tokens: (layer, slot bytes, x [n, hidden]) -> float32 [n, hidden].
+SliceProduct = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 # [n, 3]: slot, key (expert * slices + slice), the slot that it is to stay in (NOWHERE, ASK_DEVICE)
 Work = npt.NDArray[np.int32]
 
@@ -111,7 +111,7 @@ class SliceChunk:
             uses = self._uses.get(key // self._num_slices)
             piece = self._table.slots(slot, 1)[0]
             if uses is not None:
-                y = self._product(piece, self._x.index_select(0, uses.rows))
+                y = self._product(self._layer, piece, self._x.index_select(0, uses.rows))
                 self._out.index_add_(0, uses.rows, y.mul_(uses.weights.unsqueeze(1)))
             if key in self._staying:
                 self._table.slots(self._staying[key], 1)[0].copy_(piece)

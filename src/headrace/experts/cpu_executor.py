@@ -17,17 +17,18 @@ class CpuExecutor:
 
     Args:
         kernels: ``ops.registry.cpu_experts()``.
+        layouts: of each mixture.
         slabs: of each mixture, uint8 [experts, num_slices, slice_nbytes] on the host.
     """
 
     def __init__(
         self,
         kernels: CpuExperts,
-        layout: SliceLayout,
+        layouts: Sequence[SliceLayout],
         slabs: Sequence[torch.Tensor],
         act: Activation,
     ) -> None:
-        for one in slabs:
+        for layout, one in zip(layouts, slabs, strict=True):
             expected = (layout.num_slices, layout.slice_nbytes)
             if one.dtype is not torch.uint8 or one.shape[1:] != expected or not one.is_contiguous():
                 raise InternalError(
@@ -35,7 +36,7 @@ class CpuExecutor:
                     f"uint8 [experts, {expected[0]}, {expected[1]}]"
                 )
         self._kernels = kernels
-        self._layout = layout
+        self._layouts = tuple(layouts)
         self._slabs = tuple(slabs)
         self._act = act
 
@@ -43,9 +44,10 @@ class CpuExecutor:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k] -> float32 [T, D]."""
-        work = items_of(ids, weights, self._layout.num_slices)
+        layout = self._layouts[layer]
+        work = items_of(ids, weights, layout.num_slices)
         return self._kernels.run_now(
-            self._layout,
+            layout,
             self._slabs[layer].data_ptr(),
             len(self._slabs[layer]),
             self._act,

@@ -148,26 +148,27 @@ class DirectShare:
     def __init__(
         self,
         kernels: CpuExperts,
-        layout: SlabLayout,
+        layouts: Sequence[SlabLayout],
         bases: Sequence[int],
         num_experts: int,
         act: Activation,
     ) -> None:
         self.max_tokens = 1 << 30
-        self._kernels, self._layout, self._bases = kernels, layout, tuple(bases)
+        self._kernels, self._layouts, self._bases = kernels, tuple(layouts), tuple(bases)
         self._num_experts, self._act = num_experts, act
         self._x = self._out = torch.zeros(0)
 
     def rows(self, num_tokens: int) -> torch.Tensor:
-        self._x = torch.empty(num_tokens, self._layout.hidden)
+        self._x = torch.empty(num_tokens, self._layouts[0].hidden)
         return self._x
 
     def begin(
         self, layer: int, ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[int] | Keys
     ) -> None:
-        work = work_of(ids, weights, keys, self._layout.num_slices)
+        layout = self._layouts[layer]
+        work = work_of(ids, weights, keys, layout.num_slices)
         self._out = self._kernels.run_now(
-            self._layout,
+            layout,
             self._bases[layer],
             self._num_experts,
             self._act,

@@ -15,7 +15,7 @@ import torch
 
 from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
-from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.chunk import ChunkCompute, SliceChunk, SliceProduct
 from headrace.experts.cpu_share import Answer
 from headrace.experts.lending import lend
 from headrace.experts.paths import CacheView, ExpertCounts
@@ -78,7 +78,7 @@ class GpuPaths:
         self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
         bases = [store.base(layer) for layer in range(store.num_layers)]
         self.launcher: Any = kernels.ExpertLauncher(
-            geometry_of(kernels, store.layout),
+            geometry_of(kernels, store.layout, nbytes),
             self.state,
             self.arena,
             torch.tensor(bases, dtype=torch.int64, device=target),
@@ -90,7 +90,9 @@ class GpuPaths:
                 out=fields.out // _WORD,
             ),
             tuning=tuning,
+            layers=[geometry_of(kernels, layout, nbytes) for layout in store.layouts],
         )
+        self._layer = 0  # that is planned
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
@@ -99,16 +101,17 @@ class GpuPaths:
         self.launcher.prepare(x)
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._layer = layer
         self._kernels.plan_layer(self.state, layer, ids, weights)
 
     def gather(self, layer: int) -> None:
         self.launcher.gather(layer)
 
     def hits(self, x: torch.Tensor) -> None:
-        self.launcher.hits(x)
+        self.launcher.hits(x, self._layer)
 
     def fetched(self, x: torch.Tensor) -> None:
-        self.launcher.fetched(x)
+        self.launcher.fetched(x, self._layer)
 
     def await_cpu(self) -> None:
         self.launcher.await_cpu()
@@ -133,7 +136,8 @@ class GpuPaths:
         for slot, key in enumerate(keys):
             row, piece = divmod(key, s.num_slices)
             layer, expert = divmod(row, s.num_experts)
-            pieces[slot].copy_(self._store.slab(layer, expert)[piece], non_blocking=True)
+            source = self._store.slab(layer, expert)[piece]
+            pieces[slot][: len(source)].copy_(source, non_blocking=True)
             slot_of[key], owner_of[slot] = slot, key
         self.state.slot_of.copy_(slot_of)
         self.state.owner_of.copy_(owner_of)
@@ -201,17 +205,23 @@ class GpuPaths:
             [(s, first + old if old >= 0 else old, first + new) for s, old, new in changes]
         )
 
+    def product(self, act: Activation) -> SliceProduct:
+        """Computes a slice for many tokens, by matrix products in bfloat16."""
+        kernels, nbytes = self._kernels, self._store.layout.slice_nbytes
+        layers = [geometry_of(kernels, layout, nbytes) for layout in self._store.layouts]
+
+        def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return kernels.slice_product(layers[layer], piece, x, act)
+
+        return product
+
     def chunk(self, act: Activation) -> ChunkCompute:
-        """Computes prompt chunks, by matrix products in bfloat16."""
+        """Computes prompt chunks, many slices at a time where all are of one format that allows it."""
         kernels, layout = self._kernels, self._store.layout
-        geometry = geometry_of(kernels, layout)
-        if layout.format == layout.down_format and layout.format in kernels.GROUPED_FORMATS:
-            return kernels.GroupedChunk(geometry, self.state, self.arena, act)
-
-        def product(piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return kernels.slice_product(geometry, piece, x, act)
-
-        return SliceChunk(self, product, layout.num_slices)
+        formats = {fmt for one in self._store.layouts for fmt in (one.format, one.down_format)}
+        if len(formats) == 1 and formats <= set(kernels.GROUPED_FORMATS):
+            return kernels.GroupedChunk(geometry_of(kernels, layout), self.state, self.arena, act)
+        return SliceChunk(self, self.product(act), layout.num_slices)
 
     def answer(self) -> Answer | None:
         """Adds the CPU's answer to a prompt chunk, on the GPU."""
@@ -221,9 +231,18 @@ class GpuPaths:
         return self._kernels.GpuAnswer(self._block, f.ack, f.abort, f.out)
 
 
-def geometry_of(kernels: Any, layout: SlabLayout) -> Any:
-    """``ops.triton.expert_launch.SliceGeometry`` of a layout."""
+def geometry_of(kernels: Any, layout: SlabLayout, slot_nbytes: int | None = None) -> Any:
+    """``ops.triton.expert_geometry.SliceGeometry`` of a layout whose slices lie in slots of
+    ``slot_nbytes``, as long as they are if None."""
     at = {part.name: part.offset for part in layout.parts}
+    stride = {part.name: part.row_nbytes for part in layout.parts}
+
+    def place(name: str, fmt: str) -> Any:
+        factors = f"{name}_factors"
+        kind = 0 if factors not in at else 2 if layout.block_factors and fmt == "fp8_e4m3" else 1
+        return kernels.MatrixPlace(
+            fmt, stride[name], stride.get(f"{name}_scales", 0), at.get(factors, 0), kind
+        )
 
     def offsets(name: str) -> tuple[int, ...]:
         return tuple(at.get(name + suffix, 0) for suffix in ("", "_scales", "_bias"))
@@ -233,8 +252,10 @@ def geometry_of(kernels: Any, layout: SlabLayout) -> Any:
         layout.hidden,
         layout.width,
         layout.num_slices,
-        layout.slice_nbytes,
+        slot_nbytes or layout.slice_nbytes,
         layout.has_bias,
         offsets("gate_up"),
         offsets("down"),
+        (place("gate_up", layout.format), place("down", layout.down_format)),
+        layout.slice_nbytes,
     )

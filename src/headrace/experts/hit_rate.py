@@ -29,6 +29,9 @@ from headrace.core.errors import ConfigError
 
 PolicyName = Literal["lru", "value"]
 LONGEST_GAP = 1 << 16  # tokens; beyond it every expert was met
+SUMMED_GAPS = (
+    64  # one by one; beyond them S is smooth, and its integral is the sum to a part in 10^4
+)
 FLUCTUATION_TOKENS = 0.5
 SMALLEST_USEFUL = 0.05  # residency from which on the value policy's gain is whole
 
@@ -55,9 +58,19 @@ class RoutingStatistics:
     def longer(self, gap: float, chance: float) -> float:
         """S(gap): the share of look-ups whose gap is longer. ``chance``: k / E."""
         x = gap * chance
-        scale = self.skew * (1 - self.repeats * self.repeat_span) / (1 - self.repeats)
-        spread = (1 + x / scale) ** -(self.skew + 1)
+        spread = (1 + x / self._scale) ** -(self.skew + 1)
         return self.repeats * exp(-x / self.repeat_span) + (1 - self.repeats) * spread
+
+    def beyond(self, gap: float, chance: float) -> float:
+        """The integral of S from ``gap`` to infinity, tokens."""
+        x = gap * chance
+        spread = self._scale / self.skew * (1 + x / self._scale) ** -self.skew
+        repeats = self.repeats * self.repeat_span * exp(-x / self.repeat_span)
+        return (repeats + (1 - self.repeats) * spread) / chance
+
+    @property
+    def _scale(self) -> float:
+        return self.skew * (1 - self.repeats * self.repeat_span) / (1 - self.repeats)
 
 
 # Fitted to the gaps of the demo mixture's five tune parts together, gain to their replays (2026-11-29).
@@ -70,12 +83,21 @@ GPT_OSS_120B = RoutingStatistics(0.63, 0.0, 1.0, 0.20, "published hit rate of gp
 def remembered_tokens(residency: float, chance: float, statistics: RoutingStatistics) -> float:
     """g*: for how many tokens a layer's touched experts fit into this share of them."""
     touched = 0.0
-    for gap in range(LONGEST_GAP):
+    for gap in range(SUMMED_GAPS):
         more = chance * statistics.longer(gap, chance)
         if touched + more >= residency:
             return gap + (residency - touched) / more
         touched += more
-    return float(LONGEST_GAP)
+    # Each whole gap stands for the half before it and the half behind it.
+    left = chance * statistics.beyond(SUMMED_GAPS - 0.5, chance) - (residency - touched)
+    low, high = float(SUMMED_GAPS), float(LONGEST_GAP)
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        if chance * statistics.beyond(middle - 0.5, chance) > left:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def predict_hit_rate(

@@ -84,7 +84,7 @@ class LiveExperts:
         self.last = self._step(grown) if self._decodes else None
         if not self._decodes or self.tracker is None:
             return
-        slices = self.executor.store.layout.slice_nbytes
+        slices = self.executor.store.mean_slice_nbytes
         base = self.tracker.base
         # The estimates take off a latency that these seconds, in which a path was busy, do not hold.
         self.tracker.observe(
@@ -120,7 +120,7 @@ class LiveExperts:
             self.executor.store.num_layers,
             uses,
             2 * 3 * layout.hidden * layout.width,
-            layout.slice_nbytes,
+            self.executor.store.mean_slice_nbytes,
         )
 
     @property
@@ -140,13 +140,13 @@ class LiveExperts:
     def snapshot(self) -> ExpertSnapshot:
         """See ``engine.parts.ExpertRuntime``."""
         x, counts = self.executor, self.executor.counts()
-        nbytes, account = x.store.layout.slice_nbytes, x.store.account()
+        nbytes, account = x.store.mean_slice_nbytes, x.store.account()
         prompt = x.prompt_slices()
         promoter, rates = self._promoter, None if self.tracker is None else self.tracker.rates
         return ExpertSnapshot(
             slots_total=x.plan_shape.num_slots,
             slots_used=x.paths.slots_used(),
-            slot_nbytes=nbytes,
+            slot_nbytes=x.store.layout.slice_nbytes,
             pinned_nbytes=account.pinned_nbytes,
             pageable_nbytes=account.pageable_nbytes,
             mapped_nbytes=account.mapped_nbytes,

@@ -74,7 +74,7 @@ def _load(kernels: CpuExperts, store: HostStore) -> Load:
         options = ServiceOptions(threads, tuple(cpus) if len(set(cpus)) == threads else None)
         block[: fields.items].zero_()  # as a new service expects it
         service = kernels.expert_service(
-            layout, [store.base(0)], store.num_experts, Activation(), block, fields, options
+            [layout], [store.base(0)], store.num_experts, Activation(), block, fields, options
         )
         service.start()
         try:

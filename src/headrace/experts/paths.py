@@ -114,7 +114,8 @@ class ExpertPaths(Protocol):
         ...
 
     def fill(self, keys: Sequence[int]) -> None:
-        """Put these slices (``plan_oracle``'s keys) into slots 0, 1, ...; between steps."""
+        """Put these slices (``plan_oracle``'s keys) into slots 0, 1, ..., and nothing into the others;
+        between steps."""
         ...
 
     def counts(self) -> ExpertCounts: ...
@@ -187,7 +188,8 @@ class HostPaths:
         assert self._plan is not None
         start = time.perf_counter()
         for entry in self._plan.fetches:
-            self.arena[entry.slot] = self._store.slab(layer, entry.expert)[entry.slice_index]
+            piece = self._store.slab(layer, entry.expert)[entry.slice_index]
+            self.arena[entry.slot, : len(piece)] = piece
         self._fetch_s += time.perf_counter() - start
 
     def hits(self, x: torch.Tensor) -> None:
@@ -203,7 +205,8 @@ class HostPaths:
         x = self._x.double()
         for entry in entries:
             pairs = self._plan.pairs[entry.first_pair : entry.first_pair + entry.num_pairs]
-            part = slice_weights(self.arena[entry.slot].unsqueeze(0), self._store.layout, 0)
+            layout = self._store.layouts[self._layer]
+            part = slice_weights(self.arena[entry.slot].unsqueeze(0), layout, 0)
             tokens = torch.tensor([token for token, _ in pairs])
             weights = torch.tensor([weight for _, weight in pairs], dtype=torch.float64)
             y = slice_output(part, self._act, x[tokens]) * weights[:, None]
@@ -225,7 +228,7 @@ class HostPaths:
             torch.tensor([token for token, _ in plan.pairs], dtype=torch.int32),
             torch.tensor([weight for _, weight in plan.pairs], dtype=torch.float32),
         )
-        layout = self._store.layout
+        layout = self._store.layouts[layer]
         if self._cpu is None:
             return run_items(layout, self._store.tensor(layer), self._act, x, work)
         return self._cpu.run_now(
@@ -246,14 +249,17 @@ class HostPaths:
         self._split = tables
 
     def fill(self, keys: Sequence[int]) -> None:
+        for table in (self.tables.slot_of, self.tables.owner_of):
+            table[:] = [FREE] * len(table)
         for slot, key in enumerate(keys):
             row, piece = divmod(key, self.shape.num_slices)
             layer, expert = divmod(row, self.shape.num_experts)
-            self.arena[slot] = self._store.slab(layer, expert)[piece]
+            source = self._store.slab(layer, expert)[piece]
+            self.arena[slot, : len(source)] = source
             self.tables.slot_of[key], self.tables.owner_of[slot] = slot, key
 
     def counts(self) -> ExpertCounts:
-        nbytes = self._counts[2] * self._store.layout.slice_nbytes
+        nbytes = self._counts[2] * self._store.mean_slice_nbytes
         # It never stalls: the CPU's part is computed when it is waited for.
         return ExpertCounts(
             *self._counts, fetch_s=self._fetch_s, cpu_nbytes=nbytes, compute_s=self._compute_s
@@ -302,13 +308,13 @@ class HostPaths:
 
     def chunk(self, act: Activation) -> ChunkCompute:
         """Computes prompt chunks, in float64."""
-        layout = self._store.layout
+        layouts = self._store.layouts
 
-        def product(piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            part = slice_weights(piece.unsqueeze(0), layout, 0)
+        def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            part = slice_weights(piece.unsqueeze(0), layouts[layer], 0)
             return slice_output(part, act, x.double()).float()
 
-        return SliceChunk(self, product, layout.num_slices)
+        return SliceChunk(self, product, self._store.layout.num_slices)
 
     def answer(self) -> Answer | None:
         """The host waits for the CPU itself."""

@@ -78,7 +78,8 @@ class Promoter:
             for piece in pieces:
                 row, index = divmod(piece.promotion.key, self._shape.num_slices)
                 source = self._store.slab(*divmod(row, self._shape.num_experts))[index]
-                part = slice(piece.offset, piece.offset + piece.nbytes)
+                # The queue counts slots, whose end a shorter slice of this layer may leave empty.
+                part = slice(piece.offset, min(piece.offset + piece.nbytes, len(source)))
                 target = self._places[self._place_of[piece.promotion.key]]
                 target[part].copy_(source[part], non_blocking=True)
                 self.nbytes += piece.nbytes

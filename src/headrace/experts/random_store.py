@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.core.numeric import FORMATS
-from headrace.experts.slab import SlabLayout, SlabPart
+from headrace.experts.slab import SCALES_AT, SlabLayout, SlabPart, scale_bytes
 from headrace.experts.slab_load import Loader
 from headrace.experts.store import HostStore
 from headrace.machine.pages import HostBlock
@@ -47,14 +47,17 @@ _HALVES = {
     "q4_k": (0, 2),
     "q5_k": (0, 2),
     "q6_k": (208,),
+    "q3_k": (108,),
+    "q2_k": (80, 82),
     "iq4_nl": (0,),
+    "iq4_xs": (0,),
 }
-# Times codes of tens. q6_k has scales of 8 bits beside: one power of two less.
-_HALF_HIGH_BYTE = {fmt: 0x04 if fmt == "q6_k" else 0x08 for fmt in _HALVES}
+# Times codes of tens. q6_k has scales of 8 bits beside, iq4 codes up to 127: one power of two less.
+_HALF_HIGH_BYTE = {fmt: 0x04 if fmt in ("q6_k", "iq4_nl", "iq4_xs") else 0x08 for fmt in _HALVES}
 
 
 def random_store(
-    layout: SlabLayout,
+    layout: SlabLayout | Sequence[SlabLayout],
     num_layers: int,
     num_experts: int,
     *,
@@ -65,36 +68,40 @@ def random_store(
 ) -> HostStore:
     """Make a store of random experts; the same seed gives the same bytes, whatever the threads.
 
+    layout: of all layers, or of each.
+
     Raises:
         UnsupportedModelError: there is no recipe for the layout's formats.
     """
-    fills = _fills(layout)
+    layouts = (layout,) * num_layers if isinstance(layout, SlabLayout) else tuple(layout)
+    fills = {one: _fills(one) for one in set(layouts)}
+    longest = max(part.nbytes for one in layouts for part in one.parts)
     rng = np.random.default_rng(seed)
     pool = rng.integers(0, 1 << 64, _POOL_NBYTES // 8, np.uint64).view(np.uint8)
-    keys = rng.integers(0, 1 << 63, (num_layers, num_experts, layout.num_slices, 2), np.int64)
-    store = HostStore(layout, num_experts, (pinner or default_pinner()) if pin else None)
-    loader = Loader(layout, threads)
+    keys = rng.integers(0, 1 << 63, (num_layers, num_experts, layouts[0].num_slices, 2), np.int64)
+    store = HostStore(layouts, num_experts, (pinner or default_pinner()) if pin else None)
+    loader = Loader(layouts, threads)
     own = threading.local()
     try:
-        for _ in range(num_layers):
-            store.add(HostBlock(store.layer_nbytes))
+        for layer in range(num_layers):
+            store.add(HostBlock(store.layer_nbytes(layer)))
 
         def make(task: tuple[int, int, int]) -> None:
             layer, expert, piece = task
             if not hasattr(own, "scratch"):
-                own.scratch = np.empty(max(p.nbytes for p in layout.parts) + 8, np.uint8)
+                own.scratch = np.empty(longest + 8, np.uint8)
             place, key = (int(k) for k in keys[layer, expert, piece])
             out = store.slab(layer, expert)[piece].numpy()
-            _fill_slice(out, fills, pool, (place, key), own.scratch)
-            if piece and layout.has_bias:
-                bias = layout.part("down_bias")
+            _fill_slice(out, fills[layouts[layer]], pool, (place, key), own.scratch)
+            if piece and layouts[layer].has_bias:
+                bias = layouts[layer].part("down_bias")
                 out[bias.offset : bias.offset + bias.nbytes] = 0
 
-        counts = (range(num_layers), range(num_experts), range(layout.num_slices))
+        counts = (range(num_layers), range(num_experts), range(layouts[0].num_slices))
         with ThreadPoolExecutor(threads) as workers, loader.times.timing("random"):
             for _ in workers.map(make, itertools.product(*counts)):
                 pass
-        loader.times.count(num_layers * store.layer_nbytes)
+        loader.times.count(sum(map(store.layer_nbytes, range(num_layers))))
         if pin:
             _pin_all(store, loader)
         store.times = loader.finish()
@@ -141,7 +148,7 @@ def _fills(layout: SlabLayout) -> list[tuple[SlabPart, Fill]]:
         elif part.name.endswith("_factors"):
             fill = _factors(fmt)
         elif part.name.endswith("_scales"):
-            fill = _e8m0_scales if fmt == "mxfp4" else _e4m3_scales
+            fill = _scales(fmt)
         else:
             fill = _codes(fmt, part)
         if fill is None:
@@ -155,7 +162,7 @@ def _fills(layout: SlabLayout) -> list[tuple[SlabPart, Fill]]:
 
 
 def _codes(fmt: str, part: SlabPart) -> Fill | None:
-    if fmt in ("mxfp4", "nvfp4"):
+    if fmt in ("mxfp4", "nvfp4") or (fmt in SCALES_AT and fmt in _HALVES):
         return _copy
     if fmt == "fp8_e4m3":
         return _no_nan_e4m3
@@ -179,6 +186,25 @@ def _codes(fmt: str, part: SlabPart) -> Fill | None:
 
         return blocks
     return None
+
+
+def _scales(fmt: str) -> Fill | None:
+    """Of the part that holds scales apart."""
+    if fmt == "mxfp4":
+        return _e8m0_scales
+    if fmt == "nvfp4":
+        return _e4m3_scales
+    if fmt not in _HALVES:
+        return None
+    first, last = scale_bytes(fmt)
+
+    def fill(random: Bytes, out: Bytes) -> None:
+        out[:] = random
+        rows = out.reshape(-1, last - first)
+        for offset in _HALVES[fmt]:
+            rows[:, offset - first + 1] = _HALF_HIGH_BYTE[fmt]
+
+    return fill
 
 
 def _copy(random: Bytes, out: Bytes) -> None:

@@ -18,7 +18,8 @@ Within a slice, in this order, each part at a multiple of ``PART_ALIGNMENT`` byt
 - ``down_bias``: float32 [hidden]; zero in all slices but the first, so that every slice adds it
 
 Experts stored as ``mxfp4_gguf`` lie in slabs as ``mxfp4``: the same numbers, nibbles and scales in the
-order that the kernels read. Pure arithmetic: no tensors here.
+order that the kernels read. GGUF blocks whose length is not whole words of four bytes are cut in two,
+codes and scales. Pure arithmetic: no tensors here.
 """
 
 from __future__ import annotations
@@ -36,9 +37,21 @@ SLICE_ALIGNMENT = 4096  # a page: slices can be pinned, mapped from a file and c
 # 7.5 (benchmarks/residency/slices.py).
 PREFERRED_SLICES = 5
 
-# Formats whose scales are a part of their own: weights that share one byte of scale.
-_SCALES_APART = {"mxfp4": 32, "nvfp4": 16}
-_CODES_NBYTES = {"mxfp4": (2, 1), "nvfp4": (2, 1)}  # weights, bytes
+# Formats whose scales are a part of their own: of one block, the weights, and the bytes of codes and of
+# scales. Blocks of 18, 22, 34, 110 and 210 bytes lie at odd multiples of two; without their scales the
+# codes are words of four bytes, which is how GPUs load them. The same bytes, in another order.
+_SCALES_APART = {
+    "mxfp4": (32, 16, 1),
+    "nvfp4": (16, 8, 1),
+    "q4_0": (32, 16, 2),
+    "iq4_nl": (32, 16, 2),
+    "q5_0": (32, 20, 2),
+    "q8_0": (32, 32, 2),
+    "q3_k": (256, 96, 14),
+    "q6_k": (256, 192, 18),
+}
+# Of those, blocks that a file stores whole: where their scales begin.
+SCALES_AT = {"q4_0": 0, "iq4_nl": 0, "q5_0": 0, "q8_0": 0, "q3_k": 96, "q6_k": 192}
 # Formats with float32 factors beside their codes, and the rows and columns that share one, if in blocks.
 _FACTORS = ("nvfp4", "fp8_e4m3")
 FACTOR_BLOCK = 128
@@ -48,6 +61,12 @@ _STORED_AS = {"mxfp4_gguf": "mxfp4"}
 def slab_format(fmt: str) -> str:
     """The format in which slabs hold experts that a checkpoint stores in ``fmt``."""
     return _STORED_AS.get(fmt, fmt)
+
+
+def scale_bytes(fmt: str) -> tuple[int, int]:
+    """Where the scales of a block begin and end in the file, for formats of ``SCALES_AT``."""
+    first = SCALES_AT[fmt]
+    return first, first + _SCALES_APART[fmt][2]
 
 
 @dataclass(frozen=True)
@@ -125,13 +144,13 @@ def slab_layout(
                 hint="blocks cannot be cut; convert the experts to another format",
             )
     block_factors = block_factors and "fp8_e4m3" in (fmt, down)
-    units, unit = _units(intermediate, FORMATS[down].block_weights, block_factors)
+    units = num_units(intermediate, fmt, down, block_factors)
     if num_slices is None:
-        num_slices = _nearest_count(units)
+        num_slices = preferred_slices(units)
     elif num_slices < 1 or units % num_slices:
         raise ConfigError(
             f"experts in {down}: {num_slices} slices of {intermediate} columns, expected a count that "
-            f"divides {units} (blocks of {unit})",
+            f"divides {units} (blocks of {intermediate // units})",
             hint="leave the number of slices out to have it chosen",
         )
     width = intermediate // num_slices
@@ -142,7 +161,8 @@ def slab_layout(
     ):
         parts.add(name, rows, _codes_nbytes(of, cols))
         if of in _SCALES_APART:
-            parts.add(f"{name}_scales", rows, cols // _SCALES_APART[of])
+            weights, _, nbytes = _SCALES_APART[of]
+            parts.add(f"{name}_scales", rows, cols // weights * nbytes)
     for name, of in (("gate_up", fmt), ("down", down)):
         if of in _FACTORS:
             blocked = block_factors and of == "fp8_e4m3"
@@ -175,13 +195,16 @@ class _Parts:
         self.end = round_up(self.end + rows * row_nbytes, PART_ALIGNMENT)
 
 
-def _units(intermediate: int, block: int, block_factors: bool) -> tuple[int, int]:
-    """Pieces that a slice may not cut, along the intermediate dimension: how many, and how long."""
-    if not block_factors:
-        return intermediate // block, block
+def num_units(intermediate: int, fmt: str, down: str, block_factors: bool) -> int:
+    """Pieces that a slice may not cut, along the intermediate dimension.
+
+    fmt, down: formats of gate/up and of down, whose blocks lie along that dimension.
+    """
+    if not (block_factors and "fp8_e4m3" in (fmt, down)):
+        return intermediate // FORMATS[slab_format(down)].block_weights
     if intermediate % FACTOR_BLOCK:  # the last block is cut short: nothing else may be
-        return 1, intermediate
-    return intermediate // FACTOR_BLOCK, FACTOR_BLOCK
+        return 1
+    return intermediate // FACTOR_BLOCK
 
 
 def _factors(name: str, hidden: int, width: int, blocked: bool) -> tuple[int, int]:
@@ -193,15 +216,15 @@ def _factors(name: str, hidden: int, width: int, blocked: bool) -> tuple[int, in
 
 
 def _codes_nbytes(fmt: str, cols: int) -> int:
-    if fmt in _CODES_NBYTES:
-        weights, nbytes = _CODES_NBYTES[fmt]
+    if fmt in _SCALES_APART:
+        weights, nbytes, _ = _SCALES_APART[fmt]
         return cols // weights * nbytes
     return FORMATS[fmt].row_nbytes(cols)
 
 
-def _nearest_count(blocks: int) -> int:
-    """The divisor of ``blocks`` nearest to the preferred count; the smaller of two equally near."""
-    divisors = (n for n in range(1, blocks + 1) if blocks % n == 0)
+def preferred_slices(units: int) -> int:
+    """The divisor of ``units`` nearest to the preferred count; the smaller of two equally near."""
+    divisors = (n for n in range(1, units + 1) if units % n == 0)
     return min(divisors, key=lambda n: (abs(n - PREFERRED_SLICES), n))
 
 

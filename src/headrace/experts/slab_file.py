@@ -2,9 +2,9 @@
 
 ::
 
-    bytes 0-7     "HRSLABS1"
+    bytes 0-7     "HRSLABS2"
     8-15          little-endian length of the header
-    16 ...        the header, JSON: identity of the weights, layout, counts, a CRC-32 of each slab
+    16 ...        the header, JSON: identity of the weights, layouts, counts, a CRC-32 of each slab
     data_offset   slab of (layer 0, expert 0), (0, 1), ...; a multiple of the page size
 
 A file is written once, under another name until it is whole. Opening checks the header, the size and
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -43,7 +44,7 @@ from headrace.ops.records import ExpertWeights
 log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
-MAGIC = b"HRSLABS1"
+MAGIC = b"HRSLABS2"
 _SAMPLE_NBYTES = 4096  # of each matrix, for the identity
 _PROBE_NBYTES = 256 << 20  # read from the disk to say how fast it is: a tenth of a second on NVMe
 _PROBE_PIECE_NBYTES = 4 << 20
@@ -69,23 +70,22 @@ class SlabFile:
     """
 
     def __init__(
-        self, path: Path, identity: str, layout: SlabLayout, counts: tuple[int, int]
+        self, path: Path, identity: str, layouts: Sequence[SlabLayout], num_experts: int
     ) -> None:
         self.path = path
         self._file = MappedFile(path)
-        num_layers, num_experts = counts
-        self._layer_nbytes = num_experts * layout.slab_nbytes
         header = _read_header(self._file)
-        want = _header(identity, layout, counts)
+        want = _header(identity, layouts, num_experts)
         for key, value in want.items():
             if header.get(key) != value:
                 raise CheckpointError(f"{path}: {key} is {header.get(key)!r}, expected {value!r}")
-        self._start = int(header["data_offset"])
-        end = self._start + num_layers * self._layer_nbytes
+        offset = int(header["data_offset"])
+        self._starts = [offset + at for at in _layer_starts(layouts, num_experts)]
+        end = self._starts[-1]
         if self._file.nbytes != end:
             raise CheckpointError(f"{path}: {self._file.nbytes} bytes, expected {end}")
         sums: list[int] = header["crc32"]
-        for layer in range(num_layers):
+        for layer, layout in enumerate(layouts):
             expert = layer % num_experts  # another one in each layer: damage comes in runs
             slab = self.layer(layer).bytes[expert * layout.slab_nbytes :][: layout.slab_nbytes]
             if zlib.crc32(slab.data) != sums[layer * num_experts + expert]:
@@ -95,8 +95,7 @@ class SlabFile:
 
     def layer(self, index: int) -> MappedLayer:
         """The slabs of one layer."""
-        first = self._start + index * self._layer_nbytes
-        return MappedLayer(self._file.bytes[first : first + self._layer_nbytes])
+        return MappedLayer(self._file.bytes[self._starts[index] : self._starts[index + 1]])
 
     def read_gbps(self) -> float:
         """How fast the disk is: a part of the file, dropped from the page cache first."""
@@ -157,26 +156,27 @@ def open_or_write(
         DoesNotFitError: the disk is too small.
     """
     path = folder / f"{identity[:32]}.slabs"
-    layout, counts = loader.layout, (len(layers), len(layers[0].gate))
+    layouts, num_experts = loader.layouts, len(layers[0].gate)
     folder.mkdir(parents=True, exist_ok=True)
     with _turn(path.with_suffix(".lock")):
         if path.exists():
             try:
-                return SlabFile(path, identity, layout, counts)
+                return SlabFile(path, identity, layouts, num_experts)
             except CheckpointError as error:
                 log.warning("the slab file is written anew: %s", error.message)
                 path.unlink()
-        _require_room(folder, counts[0] * counts[1] * layout.slab_nbytes, why)
+        _require_room(folder, _layer_starts(layouts, num_experts)[-1], why)
         _write(path, identity, layers, loader)
-        return SlabFile(path, identity, layout, counts)
+        return SlabFile(path, identity, layouts, num_experts)
 
 
 def _write(path: Path, identity: str, layers: Sequence[ExpertWeights], loader: Loader) -> None:
-    layout, counts = loader.layout, (len(layers), len(layers[0].gate))
-    sums = [0] * (counts[0] * counts[1])
+    layouts, num_experts = loader.layouts, len(layers[0].gate)
+    starts, sums = _layer_starts(layouts, num_experts), [0] * (len(layers) * num_experts)
     # The sums are not known yet: leave room for their longest spelling.
     room = _encode(
-        _header(identity, layout, counts) | {"data_offset": 1 << 40, "crc32": [1 << 32] * len(sums)}
+        _header(identity, layouts, num_experts)
+        | {"data_offset": 1 << 40, "crc32": [1 << 32] * len(sums)}
     )
     offset = -(-len(room) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
     partial = path.with_suffix(".partial")  # one writer at a time: left over from a crash, if there
@@ -185,15 +185,15 @@ def _write(path: Path, identity: str, layers: Sequence[ExpertWeights], loader: L
             write_at = _writer(file)
 
             def sink(layer: int, expert: int, slab: Bytes) -> None:
-                number = layer * counts[1] + expert
-                sums[number] = zlib.crc32(slab.data)
-                write_at(slab.data, offset + number * layout.slab_nbytes)
+                sums[layer * num_experts + expert] = zlib.crc32(slab.data)
+                write_at(slab.data, offset + starts[layer] + expert * layouts[layer].slab_nbytes)
 
             loader.write(layers, sink)
             write_at(
                 memoryview(
                     _encode(
-                        _header(identity, layout, counts) | {"data_offset": offset, "crc32": sums}
+                        _header(identity, layouts, num_experts)
+                        | {"data_offset": offset, "crc32": sums}
                     )
                 ),
                 0,
@@ -205,9 +205,21 @@ def _write(path: Path, identity: str, layers: Sequence[ExpertWeights], loader: L
         raise
 
 
-def _header(identity: str, layout: SlabLayout, counts: tuple[int, int]) -> dict[str, Any]:
-    described = json.loads(json.dumps(dataclasses.asdict(layout)))
-    return {"identity": identity, "layout": described, "layers": counts[0], "experts": counts[1]}
+def _layer_starts(layouts: Sequence[SlabLayout], num_experts: int) -> list[int]:
+    """Where the slabs of each layer begin, and where the last one's end."""
+    return [0, *itertools.accumulate(num_experts * layout.slab_nbytes for layout in layouts)]
+
+
+def _header(identity: str, layouts: Sequence[SlabLayout], num_experts: int) -> dict[str, Any]:
+    """``layouts``: each once; ``layout_of``: by layer, which of them."""
+    distinct = list(dict.fromkeys(layouts))
+    described = json.loads(json.dumps([dataclasses.asdict(layout) for layout in distinct]))
+    return {
+        "identity": identity,
+        "layouts": described,
+        "layout_of": [distinct.index(layout) for layout in layouts],
+        "experts": num_experts,
+    }
 
 
 def _encode(header: dict[str, Any]) -> bytes:

@@ -85,8 +85,11 @@ class LoadTimes:
 class Loader:
     """Fills slabs with ``threads`` threads and reports progress on the calling one."""
 
-    def __init__(self, layout: SlabLayout, threads: int, progress: Progress | None = None) -> None:
-        self.layout = layout
+    def __init__(
+        self, layouts: Sequence[SlabLayout], threads: int, progress: Progress | None = None
+    ) -> None:
+        """layouts: of each layer."""
+        self.layouts = tuple(layouts)
         self.times = LoadTimes(threads=threads)
         self._progress = progress
         self._start = time.perf_counter()
@@ -105,7 +108,7 @@ class Loader:
             slab = tensors[layer][expert]
             with self.times.timing("first_touch"):
                 touch_for_writing(slab.data_ptr(), slab.numel())
-            self._pack(layers[layer], expert, slab)
+            self._pack(layer, layers[layer], expert, slab)
 
         self._run("repacking experts", _every(tensors, work))
 
@@ -115,9 +118,9 @@ class Loader:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Fill ``tensors[layer]`` from slabs that are there already, such as a slab file's."""
-        nbytes = self.layout.slab_nbytes
 
         def work(layer: int, expert: int) -> None:
+            nbytes = self.layouts[layer].slab_nbytes
             slab = tensors[layer][expert].view(-1).numpy()
             source = sources[layer][expert * nbytes : (expert + 1) * nbytes]
             with self.times.timing("first_touch"):
@@ -141,11 +144,12 @@ class Loader:
 
         def work(layer: int, expert: int) -> None:
             ahead(layer, expert)
+            layout = self.layouts[layer]
             slab: torch.Tensor | None = getattr(own, "slab", None)
-            if slab is None:
-                shape = (self.layout.num_slices, self.layout.slice_nbytes)
+            if slab is None or slab.shape[1] != layout.slice_nbytes:
+                shape = (layout.num_slices, layout.slice_nbytes)
                 slab = own.slab = torch.zeros(shape, dtype=torch.uint8)
-            self._pack(layers[layer], expert, slab)
+            self._pack(layer, layers[layer], expert, slab)
             with self.times.timing("write"):
                 sink(layer, expert, slab.view(-1).numpy())
 
@@ -175,13 +179,13 @@ class Loader:
 
         return ahead
 
-    def _pack(self, experts: ExpertWeights, expert: int, slab: torch.Tensor) -> None:
+    def _pack(self, layer: int, experts: ExpertWeights, expert: int, slab: torch.Tensor) -> None:
         with self.times.timing("read"):
             for address, nbytes in source_ranges(experts, expert):
                 touch_for_reading(address, nbytes)
         with self.times.timing("repack"):
-            write_slab(experts, expert, self.layout, slab)
-        self.times.count(self.layout.slab_nbytes)
+            write_slab(experts, expert, self.layouts[layer], slab)
+        self.times.count(self.layouts[layer].slab_nbytes)
 
     def report(self, stage: str, fraction: float) -> None:
         """Tell whoever watches, on the calling thread."""

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import InternalError, UnsupportedModelError
-from headrace.experts.slab import SlabLayout, slab_format, slab_layout
+from headrace.core.numeric import FORMATS
+from headrace.experts.model_layout import ExpertKind, model_layouts
+from headrace.experts.slab import SCALES_AT, SlabLayout, scale_bytes, slab_format
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import ExpertWeights
 
@@ -23,42 +25,65 @@ _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _FACTOR_PART = {"nvfp4": "global_scale", "fp8_e4m3": "scale"}
 
 
-def layout_of(layers: Sequence[ExpertWeights], num_slices: int | None = None) -> SlabLayout:
-    """The one layout that the experts of all layers have.
+def layouts_of(
+    layers: Sequence[ExpertWeights], num_slices: int | None = None
+) -> tuple[SlabLayout, ...]:
+    """The layout of each layer's experts.
 
     Raises:
-        UnsupportedModelError: matrices of one kind differ in format or shape between experts or layers.
-        ConfigError: the dimensions are not whole blocks of the format.
+        UnsupportedModelError: experts of a layer differ in format, gate and up do, or layers in shape.
+        ConfigError: the dimensions are not whole blocks of a format.
     """
-    kinds = {_kind(layer, e) for layer in layers for e in range(len(layer.gate))}
-    if len(kinds) != 1:
-        listed = "; ".join(sorted(f"{g} gate, {u} up, {d} down" for g, u, d, *_ in kinds))
+    if not layers:
         raise UnsupportedModelError(
-            f"the experts are stored in {len(kinds)} ways: {listed or 'there are none'}",
-            hint="slabs need one format for all layers; use --experts cpu, or a file with one format",
+            "the model has no experts to lay out", hint="use it without --experts"
         )
-    gate, up, down, intermediate, hidden, bias, blocked = kinds.pop()
+    kinds = [_kind(index, layer) for index, layer in enumerate(layers)]
+    shapes = {(x.gate[0].rows, x.gate[0].cols, x.gate_bias is not None) for x in layers}
+    if len(shapes) != 1:
+        listed = "; ".join(f"[{rows}, {cols}]" for rows, cols, _ in sorted(shapes))
+        raise UnsupportedModelError(
+            f"the experts of different layers have different shapes or biases: {listed}",
+            hint="use --experts cpu",
+        )
+    intermediate, hidden, bias = shapes.pop()
+    return model_layouts(kinds, hidden, intermediate, has_bias=bias, num_slices=num_slices)
+
+
+def layout_of(layers: Sequence[ExpertWeights], num_slices: int | None = None) -> SlabLayout:
+    """The one layout that the experts of all layers have; see ``layouts_of``.
+
+    Raises:
+        UnsupportedModelError: layers differ.
+    """
+    found = set(layouts_of(layers, num_slices))
+    if len(found) != 1:
+        listed = "; ".join(sorted(f"{x.format} gate and up, {x.down_format} down" for x in found))
+        raise UnsupportedModelError(
+            f"the experts are stored in {len(found)} ways: {listed}",
+            hint="give each layer its own layout",
+        )
+    return found.pop()
+
+
+def _kind(index: int, layer: ExpertWeights) -> ExpertKind:
+    """How the experts of layer ``index`` are stored."""
+    found = {(g.format, u.format, d.format) for g, u, d in zip(layer.gate, layer.up, layer.down)}
+    if len(found) != 1:
+        listed = "; ".join(sorted(f"{g} gate, {u} up, {d} down" for g, u, d in found))
+        raise UnsupportedModelError(
+            f"layer {index} of experts stores them in {len(found)} ways: {listed}",
+            hint="slabs need one format for all experts of a layer; use a file that has it",
+        )
+    gate, up, down = found.pop()
     if gate != up:
         raise UnsupportedModelError(
-            f"experts with gate in {gate} and up in {up}; expected one format for both",
-            hint="use --experts cpu, or a file with one format",
+            f"layer {index} of experts has gate in {gate} and up in {up}; expected one format for both",
+            hint="use a file whose gate and up matrices have one format (llama.cpp's presets do)",
         )
-    return slab_layout(
-        gate,
-        hidden,
-        intermediate,
-        has_bias=bias,
-        num_slices=num_slices,
-        down_format=down,
-        block_factors=blocked,
-    )
-
-
-def _kind(experts: ExpertWeights, e: int) -> tuple[str, str, str, int, int, bool, bool]:
-    gate, up, down = experts.gate[e], experts.up[e], experts.down[e]
-    blocked = any(m.format == "fp8_e4m3" and m.parts["scale"].ndim == 2 for m in (gate, up, down))
-    bias = experts.gate_bias is not None
-    return gate.format, up.format, down.format, gate.rows, gate.cols, bias, blocked
+    matrices = (*layer.gate, *layer.up, *layer.down)
+    blocked = any(m.format == "fp8_e4m3" and m.parts["scale"].ndim == 2 for m in matrices)
+    return ExpertKind(gate, down, blocked)
 
 
 def write_slab(experts: ExpertWeights, index: int, layout: SlabLayout, out: torch.Tensor) -> None:
@@ -75,11 +100,11 @@ def write_slab(experts: ExpertWeights, index: int, layout: SlabLayout, out: torc
     _check(down, (layout.hidden, layout.intermediate), layout.down_format)
     slab = _Slab(layout, out)
     for place, matrix in enumerate((gate, up)):
-        for suffix, data in _planes(matrix).items():
+        for suffix, data in row_planes(matrix).items():
             part = slab.rows("gate_up" + suffix)  # [slices, 2 * width, bytes]
             # Split by rows: a slice takes `width` of them, gate and up in turn.
             part[:, place::2] = data.reshape(layout.num_slices, layout.width, -1)
-    for suffix, data in _planes(down).items():
+    for suffix, data in row_planes(down).items():
         part = slab.rows("down" + suffix)  # [slices, hidden, bytes]
         part[...] = data.reshape(layout.hidden, layout.num_slices, -1).swapaxes(0, 1)
     _write_factors(slab, gate, up, down)
@@ -88,8 +113,9 @@ def write_slab(experts: ExpertWeights, index: int, layout: SlabLayout, out: torc
 
 
 def slice_weights(slab: torch.Tensor, layout: SlabLayout, index: int) -> ExpertWeights:
-    """Slice ``index`` of a slab as one expert with ``width`` columns, as views: nothing is copied.
+    """Slice ``index`` of a slab as one expert with ``width`` columns.
 
+    Views: nothing is copied but blocks whose scales lie apart in slabs, which are joined.
     slab: uint8 [num_slices, slice_nbytes]. The down bias is zero in all slices but the first.
     """
     return _view(slab[index : index + 1], layout)
@@ -154,16 +180,37 @@ def _check(matrix: PackedTensor, shape: tuple[int, int], fmt: str) -> None:
         )
 
 
-def _planes(matrix: PackedTensor) -> dict[str, Bytes]:
+def row_planes(matrix: PackedTensor) -> dict[str, Bytes]:
     """The bytes of a matrix by the suffix of the part that holds them, each [rows, bytes of a row]."""
     if matrix.format == "mxfp4_gguf":
         return _from_gguf(_bytes(matrix.parts["blocks"]))
     if matrix.format in _CODES_APART:
         return {"": _bytes(matrix.parts["codes"]), "_scales": _bytes(matrix.parts["scales"])}
+    if matrix.format in SCALES_AT:
+        return _cut(_bytes(matrix.parts["blocks"]), matrix.format)
     name = (
         "data" if matrix.format in _FLOATS else "codes" if matrix.format == "fp8_e4m3" else "blocks"
     )
     return {"": _bytes(matrix.parts[name])}
+
+
+def _cut(blocks: Bytes, fmt: str) -> dict[str, Bytes]:
+    """Blocks of codes and scales, cut in two."""
+    first, last = scale_bytes(fmt)
+    split = blocks.reshape(blocks.shape[0], -1, FORMATS[fmt].block_nbytes)
+    codes = split[..., last:] if first == 0 else split[..., :first]
+    rows = blocks.shape[0]
+    return {"": codes.reshape(rows, -1), "_scales": split[..., first:last].reshape(rows, -1)}
+
+
+def _joined(codes: torch.Tensor, scales: torch.Tensor, fmt: str) -> torch.Tensor:
+    """The inverse, a copy."""
+    first, last = scale_bytes(fmt)
+    rows, size = codes.shape[0], FORMATS[fmt].block_nbytes
+    body = codes.reshape(rows, -1, size - (last - first))
+    head = scales.reshape(rows, -1, last - first)
+    pieces = (head, body) if first == 0 else (body, head)
+    return torch.cat(pieces, 2).reshape(rows, -1)
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
@@ -230,6 +277,8 @@ def _view(piece: torch.Tensor, layout: SlabLayout) -> ExpertWeights:
         data = part(name)[place::step]
         if fmt in _CODES_APART:
             parts = {"codes": data, "scales": part(f"{name}_scales")[place::step]}
+        elif fmt in SCALES_AT:
+            parts = {"blocks": _joined(data, part(f"{name}_scales")[place::step], fmt)}
         elif fmt in _FLOATS:
             parts = {"data": data.view(_FLOATS[fmt])}
         else:

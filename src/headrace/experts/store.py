@@ -6,6 +6,7 @@ budget can hold are mapped from a slab file (``store_file``), and the page cache
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import DoesNotFitError
+from headrace.experts.model_layout import mean_slice_nbytes, widest
 from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_file import SlabFile, fingerprint, open_or_write
 from headrace.experts.slab_load import Loader, LoadTimes
@@ -90,11 +92,20 @@ class StoreAccount:
 class HostStore:
     """The slabs of every layer. Make it with ``build_store`` or ``random_store``.
 
+    ``layouts``: of each layer's slabs. They are cut alike, and may differ in formats and so in bytes:
+    ``layout`` is the one with the longest slices, which slots are made for.
     ``notes``: sentences that the user should read once (what is not pinned, what lies on disk).
     """
 
-    def __init__(self, layout: SlabLayout, num_experts: int, pinner: Pinner | None = None) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        layouts: Sequence[SlabLayout],
+        num_experts: int,
+        pinner: Pinner | None = None,
+    ) -> None:
+        """layouts: of each layer that will be added."""
+        self.layouts = tuple(layouts)
+        self.layout = widest(layouts)
         self.num_experts = num_experts
         self.times = LoadTimes()
         self.notes: list[str] = []
@@ -107,11 +118,16 @@ class HostStore:
         return len(self._layers)
 
     @property
-    def layer_nbytes(self) -> int:
-        return self.num_experts * self.layout.slab_nbytes
+    def mean_slice_nbytes(self) -> int:
+        """Bytes of a slice over all layers, for rates and counts that do not tell layers apart."""
+        return mean_slice_nbytes(self.layouts)
+
+    def layer_nbytes(self, layer: int) -> int:
+        """Bytes of a layer's slabs."""
+        return self.num_experts * self.layouts[layer].slab_nbytes
 
     def base(self, layer: int) -> int:
-        """The address of the layer's first slab; slab of expert e at + e * layout.slab_nbytes."""
+        """The address of the layer's first slab; of expert e at + e * layouts[layer].slab_nbytes."""
         return self._layers[layer].memory.address
 
     def tensor(self, layer: int) -> torch.Tensor:
@@ -130,7 +146,7 @@ class HostStore:
         """Where the bytes lie."""
 
         def total(wanted: Callable[[_Layer], bool]) -> int:
-            return self.layer_nbytes * sum(map(wanted, self._layers))
+            return sum(self.layer_nbytes(i) for i, x in enumerate(self._layers) if wanted(x))
 
         return StoreAccount(
             pinned_nbytes=total(lambda x: x.pinned),
@@ -140,7 +156,7 @@ class HostStore:
 
     def add(self, memory: Memory, *, mapped: bool = False) -> None:
         """Append a layer."""
-        layout = self.layout
+        layout = self.layouts[len(self._layers)]
         shape = (self.num_experts, layout.num_slices, layout.slice_nbytes)
         flat = torch.from_numpy(memory.bytes)  # pyright: ignore[reportUnknownMemberType]
         tensor = flat.view(shape)
@@ -149,7 +165,7 @@ class HostStore:
     def pin(self, layer: int) -> str | None:
         """Pin a layer; None if that worked, else why not."""
         at = self._layers[layer]
-        refusal = self._pinner.pin(at.memory.address, self.layer_nbytes)
+        refusal = self._pinner.pin(at.memory.address, self.layer_nbytes(layer))
         at.pinned = refusal is None
         return refusal
 
@@ -176,7 +192,7 @@ class HostStore:
 
 def build_store(
     layers: Sequence[ExpertWeights],
-    layout: SlabLayout,
+    layouts: Sequence[SlabLayout],
     *,
     threads: int,
     pin: bool,
@@ -189,6 +205,7 @@ def build_store(
 
     Args:
         layers: as the checkpoint stores them; all with the same number of experts.
+        layouts: of each layer (``slab_pack.layouts_of``).
         threads: that read and copy at once.
         pin: let a GPU read them, as far as the host allows it.
         disk: a folder for a slab file, used only if RAM is short.
@@ -200,16 +217,18 @@ def build_store(
         DoesNotFitError: neither RAM nor the folder has room.
     """
     limits = limits or host_limits()
-    store = HostStore(layout, len(layers[0].gate), (pinner or default_pinner()) if pin else None)
-    loader = Loader(layout, threads, progress)
-    in_ram = min(len(layers), limits.ram_nbytes // store.layer_nbytes)
+    pinner = (pinner or default_pinner()) if pin else None
+    store = HostStore(layouts, len(layers[0].gate), pinner)
+    loader = Loader(layouts, threads, progress)
+    ends = itertools.accumulate(store.layer_nbytes(layer) for layer in range(len(layers)))
+    in_ram = sum(end <= limits.ram_nbytes for end in ends)
     file: SlabFile | None = None
     try:
         if in_ram < len(layers):
             file = _slab_file(layers, store, loader, disk, limits)
         for layer in range(len(layers)):
             if layer < in_ram:
-                store.add(HostBlock(store.layer_nbytes))
+                store.add(HostBlock(store.layer_nbytes(layer)))
             elif file is not None:
                 store.add(file.layer(layer), mapped=True)
         tensors = [store.tensor(i) for i in range(in_ram)]
@@ -232,8 +251,10 @@ def _pin(store: HostStore, count: int, limits: HostLimits, loader: Loader) -> st
     After loading, not beside it: 18 layers took 0.9 s once their pages were there, and 10.9 s while
     other threads made pages (H200 machine, 2026-11-29).
     """
+    pinned = 0
     for layer in range(count):
-        if (layer + 1) * store.layer_nbytes > limits.pin_nbytes:
+        pinned += store.layer_nbytes(layer)
+        if pinned > limits.pin_nbytes:
             return f"the limit is {limits.pin_nbytes / 1e9:.1f} GB ({limits.reason})"
         with loader.times.timing("pin"):
             refusal = store.pin(layer)
@@ -250,10 +271,11 @@ def _slab_file(
     disk: Path | None,
     limits: HostLimits,
 ) -> SlabFile:
-    need = len(layers) * store.layer_nbytes
+    sizes = [store.layer_nbytes(layer) for layer in range(len(layers))]
+    need = sum(sizes)
     short = (
         f"the experts need {need / 1e9:.1f} GB as slabs, {len(layers)} layers of "
-        f"{store.layer_nbytes / 1e9:.2f} GB; {limits.ram_nbytes / 1e9:.1f} GB of RAM may be used "
+        f"{need / len(layers) / 1e9:.2f} GB; {limits.ram_nbytes / 1e9:.1f} GB of RAM may be used "
         f"({limits.reason})"
     )
     if disk is None:
@@ -268,7 +290,7 @@ def _slab_file(
 def _say(store: HostStore, refusal: str | None, file: SlabFile | None, in_ram: int) -> None:
     """Say once what is slower than it could be, and by how much."""
     account = store.account()
-    total = store.num_layers * store.layer_nbytes
+    total = sum(store.layer_nbytes(layer) for layer in range(store.num_layers))
     if refusal is not None and account.pageable_nbytes:
         store.notes.append(
             f"{account.pageable_nbytes / 1e9:.1f} of {total / 1e9:.1f} GB of experts are not pinned: "

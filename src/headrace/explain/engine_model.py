@@ -29,6 +29,7 @@ class EngineModel:
     name: str
     title: str
     overlap: Literal["both", "none"]
+    policy: Literal["value", "lru"]
     split_kv: bool
     kernels_per_layer: int
     kernels_per_mixture: int
@@ -95,6 +96,7 @@ def _read(name: str, raw: Mapping[str, Any]) -> EngineModel:
         name=name,
         title=raw["title"],
         overlap=raw["overlap"],
+        policy=raw["policy"],
         split_kv=raw["split_kv"],
         kernels_per_layer=raw["kernels_per_layer"],
         kernels_per_mixture=raw["kernels_per_mixture"],

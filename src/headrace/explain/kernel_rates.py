@@ -13,6 +13,8 @@ Rates of a ``MachineProfile``, beside the hardware's; CLASS is the id with under
 - ``kernel_rows`` (GFLOP/s of norms, rotations and the like), ``kernel_sampler`` (GB/s of logits)
 - ``op_call``, ``step_host``, ``token_host`` (s): of a call from Python; of the host for each step; for each
   sequence in it
+
+A GPU's are ``gpu_kernel_rates``'s.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from dataclasses import dataclass
 from headrace.core.errors import MachineError
 from headrace.explain import leaf
 from headrace.explain.cost import rate_of
+from headrace.explain.gpu_kernel_rates import gpu_classes
 from headrace.explain.running_cost import (
     MATRICES,
     ClassWork,
     RunningModel,
     StepRows,
+    rate_name,
     running_cost,
 )
 from headrace.machine.profile import MachineProfile
@@ -36,6 +40,16 @@ from headrace.machine.profile import MachineProfile
 FUSED_CALLS, SINGLE_CALLS = 2, 10
 MIXTURE_CALLS = 4  # norm, router, choice, experts
 OTHER_CALLS = 3  # embedding, last norm, head
+
+
+@dataclass(frozen=True)
+class ExpertSeconds:
+    """Of all mixtures' experts that lie in host memory: on the GPU, and what fetches and the CPU's part
+    add to that, since they run beside it."""
+
+    gpu_s: float
+    fetch_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,17 +72,32 @@ def has_kernel_rates(machine: MachineProfile, model: RunningModel) -> bool:
     return True
 
 
-def predict(model: RunningModel, rows: StepRows, machine: MachineProfile) -> Predicted:
+def predict(
+    model: RunningModel,
+    rows: StepRows,
+    machine: MachineProfile,
+    experts: ExpertSeconds | None = None,
+) -> Predicted:
     """Seconds of a step.
+
+    Args:
+        experts: that are not among the model's matrices, as the engine predicts them.
 
     Raises:
         MachineError: a rate is missing; the message names it.
     """
-    classes = {
-        name: _class_seconds(name, one, rows, machine)
-        for name, one in running_cost(model, rows).items()
-    }
-    classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
+    costs = running_cost(model, rows)
+    if model.gpu:
+        classes = gpu_classes(model, costs, rows, machine)
+        if experts is None and leaf.EXPERTS_GPU in costs and not costs[leaf.EXPERTS_GPU].calls:
+            raise MachineError("nobody says what the experts in host memory take")
+        if experts is not None:
+            classes[leaf.EXPERTS_GPU] = experts.gpu_s
+            classes[leaf.EXPERT_FETCH] = experts.fetch_s
+            classes[leaf.EXPERTS_CPU] = experts.cpu_s
+    else:
+        classes = {name: _class_seconds(name, one, rows, machine) for name, one in costs.items()}
+        classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
     classes[leaf.SCHEDULE] = rate_of(machine, "step_host")
     classes[leaf.DETOKENIZE] = rows.sampled * rate_of(machine, "token_host")
     return Predicted(classes)
@@ -100,8 +129,3 @@ def _class_seconds(name: str, one: ClassWork, rows: StepRows, machine: MachinePr
     if name == leaf.SAMPLING:
         return one.work.dram_nbytes / rate_of(machine, "kernel_sampler")
     return flops / rate_of(machine, "kernel_rows")
-
-
-def rate_name(ident: str) -> str:
-    """A class's id as a part of a rate's name."""
-    return ident.replace("-", "_")

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.errors import InternalError
+from headrace.core.errors import InternalError, MachineError
 from headrace.core.step import StepStats
 from headrace.explain import advice, leaf
 from headrace.explain.cost import Work, price
-from headrace.explain.kernel_rates import has_kernel_rates, predict
+from headrace.explain.kernel_rates import ExpertSeconds, predict
 from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
 from headrace.machine.profile import MachineProfile
 
@@ -90,10 +90,15 @@ class ExplainReport:
 
 @dataclass(frozen=True)
 class Sample:
-    """Steps of one kind, as observed, with the rows of a typical one among them."""
+    """Steps of one kind, as observed, with the rows of a typical one among them.
+
+    slowed: steps of the same kind that tell the seconds of classes which the others do not, and took longer
+    for it; their classes count, their own length does not.
+    """
 
     stats: Sequence[StepStats]
     rows: StepRows
+    slowed: Sequence[StepStats] = ()
 
 
 def explain(
@@ -102,8 +107,13 @@ def explain(
     model: RunningModel,
     machine: MachineProfile,
     threads: int | None = None,
+    experts: ExpertSeconds | None = None,
 ) -> ExplainReport:
-    """Work out the report. ``threads``: that computed, None where it is not known.
+    """Work out the report.
+
+    Args:
+        threads: that computed, None where it is not known.
+        experts: what those in host memory should take.
 
     Raises:
         InternalError: the sample is empty.
@@ -113,18 +123,17 @@ def explain(
     if not steps:
         raise InternalError("no step to explain")
     step_s = sum(s.seconds for s in sample.stats) / steps
-    calls: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    for stats in sample.stats:
-        for one in stats.classes:
-            calls[one.id] = calls.get(one.id, 0) + one.calls
-            seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds
-    seconds = {ident: value / steps for ident, value in seconds.items()}
+    calls, seconds = _means(sample.stats)
+    more_calls, more_seconds = _means(sample.slowed)
+    for ident, value in more_seconds.items():
+        if not seconds.get(ident):
+            seconds[ident] = value
+            calls.setdefault(ident, more_calls[ident])
     costs = running_cost(model, sample.rows)
     rows = [
         _row(
             i,
-            calls[i] / steps,
+            costs[i].calls if i in costs and costs[i].calls and sample.slowed else calls[i],
             _work_of(i, costs, sample.stats),
             seconds[i],
             step_s,
@@ -134,7 +143,10 @@ def explain(
     ]
     step = advice.Calibrated(model, sample.rows, machine, seconds, step_s)
     tokens = sample.rows.tokens
-    known = has_kernel_rates(machine, model)
+    try:
+        predicted_s = predict(model, sample.rows, machine, experts).seconds
+    except MachineError:  # a rate was not measured
+        predicted_s = None
     return ExplainReport(
         model=name,
         machine=machine.name,
@@ -148,11 +160,21 @@ def explain(
         rows=tuple(rows),
         gap_s=step_s - sum(seconds.values()),
         floor_s=sum(row.floor_s for row in rows),
-        predicted_s=predict(model, sample.rows, machine).seconds if known else None,
+        predicted_s=predicted_s,
         hardware=tuple(_hardware(step)),
         software=tuple(_software(step)),
         advice=(*_advice(step), *_threads(step, threads)),
     )
+
+
+def _means(steps: Sequence[StepStats]) -> tuple[dict[str, float], dict[str, float]]:
+    """Calls and seconds of a step by class."""
+    calls: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for one in (one for stats in steps for one in stats.classes):
+        calls[one.id] = calls.get(one.id, 0.0) + one.calls / len(steps)
+        seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds / len(steps)
+    return calls, seconds
 
 
 def _work_of(ident: str, costs: Mapping[str, ClassWork], stats: Sequence[StepStats]) -> Work:

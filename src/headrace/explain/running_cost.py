@@ -217,3 +217,8 @@ class _Counting:
 def classes_of(names: Sequence[str]) -> dict[str, str]:
     """Kind of matrix -> class, for those of ``names`` that a class multiplies with."""
     return {kind: name for name, kinds in MATRICES.items() for kind in kinds if kind in names}
+
+
+def rate_name(ident: str) -> str:
+    """A class's id as a part of a rate's name."""
+    return ident.replace("-", "_")

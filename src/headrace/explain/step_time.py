@@ -3,7 +3,10 @@
 Decode (overlap "both"): what is not an expert runs one after the other; at the experts the hits'
 products, the fetches with the fetched experts' products, and the CPU's experts run beside each other,
 so the slowest of the three counts. Overlap "none" adds everything up. A layer's paths meet before the
-next layer starts, and layers are alike, so the sums over layers meet like one layer does.
+next layer starts, and layers are alike, so the sums over layers meet like one layer does. Where the hits
+are the slowest they count as if there were no misses: what a few misses take off the GPU, planning them
+and waiting for them puts on it, and so more VRAM never makes a prediction slower. What is on the disk is
+read before anything else can be done with it.
 
 Prefill: the next layer's experts travel while this one computes, so the step lasts as long as the
 slower of link and GPU, plus one layer's share of the other: the first fetch or the last layer's work.
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from headrace.core.plan_spec import PlanSpec
 from headrace.explain import leaf
-from headrace.explain.cost import Priced, Work, price
+from headrace.explain.cost import SERIAL, Priced, Work, price
 from headrace.explain.engine_model import EngineModel
 from headrace.explain.step_cost import Leaf, Placement, StepShape, step_leaves
 from headrace.machine.profile import MachineProfile
@@ -80,7 +83,7 @@ def step_time(
     priced = [(one, price(one.work, machine, engine.efficiency(one, machine))) for one in leaves]
     if shape.phase == "prefill":
         return _prefill(priced, max(1, spec.moe_layers))
-    return _decode(priced, engine)
+    return _decode(priced, engine, placement.hit_rate)
 
 
 def _in_a_graph(machine: MachineProfile) -> MachineProfile:
@@ -102,12 +105,18 @@ def _launches(spec: PlanSpec, placement: Placement, engine: EngineModel) -> list
     return [Leaf(leaf.LAUNCHES, calls, Work(launches=float(calls)), "host")]
 
 
-def _decode(priced: Sequence[tuple[Leaf, Priced]], engine: EngineModel) -> StepTime:
+def _decode(
+    priced: Sequence[tuple[Leaf, Priced]], engine: EngineModel, hit_rate: float
+) -> StepTime:
     beside = {"hits": ("hits",), "fetch": ("fetch", "fetched"), "misses": ("misses",)}
     sums = {
-        name: sum(p.floor_s for one, p in priced if one.path in paths)
+        name: sum(_with_disk(p) for one, p in priced if one.path in paths)
         for name, paths in beside.items()
     }
+    whole = 1.0
+    if engine.overlap == "both" and sums["hits"] > 0:
+        whole = 1 / hit_rate
+        sums["hits"] *= whole
     # Fetches read host memory too: what both paths read has to come out of the same channels.
     both = ("fetch", "misses")
     dram = sum(p.seconds.get("dram", 0.0) for one, p in priced if one.path in both)
@@ -121,10 +130,18 @@ def _decode(priced: Sequence[tuple[Leaf, Priced]], engine: EngineModel) -> StepT
         if ordered:
             exposed = p.floor_s
         else:
-            exposed = p.floor_s * stretch if one.path in beside[slowest] else 0.0
+            longer = whole if slowest == "hits" else stretch
+            exposed = _with_disk(p) * longer if one.path in beside[slowest] else 0.0
         shared = channels and not ordered and one.path in both
         found.append(PricedLeaf(one, p, exposed, "dram" if shared else p.bound))
     return StepTime(sum(one.exposed_s for one in found), tuple(found))
+
+
+def _with_disk(priced: Priced) -> float:
+    """The floor with the disk before the other resources, not beside them."""
+    beside = {n: s for n, s in priced.seconds.items() if n not in (*SERIAL, "disk")}
+    disk = priced.seconds.get("disk", 0.0)
+    return priced.floor_s + min(disk, max(beside.values(), default=0.0))
 
 
 def _prefill(priced: Sequence[tuple[Leaf, Priced]], moe_layers: int) -> StepTime:

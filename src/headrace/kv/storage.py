@@ -119,6 +119,11 @@ def cache_nbytes(spec: ModelSpec, pool: PoolShape, kv_format: str, rank: int = 0
     )
 
 
+def num_blocks_of(cache: LayerCache) -> int:
+    """Blocks of a layer's pool."""
+    return (cache.keys if isinstance(cache, LayerKV) else cache.key_codes).shape[0]
+
+
 def allocated_nbytes(caches: Sequence[LayerCache]) -> int:
     """Bytes that the caches' tensors hold, each storage counted once."""
     found: dict[int, int] = {}

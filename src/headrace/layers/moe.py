@@ -58,7 +58,7 @@ class Mixture:
         index: number of the mixture among the mixtures, what ``experts`` is told.
     """
 
-    __slots__ = ("_experts", "_index", "_layer", "_router", "on_routing")
+    __slots__ = ("_experts", "_index", "_layer", "_router", "on_computed", "on_routing")
 
     def __init__(self, layer: int, index: int, router: Router, experts: MixtureExecutor) -> None:
         self._layer = layer
@@ -66,6 +66,7 @@ class Mixture:
         self._router = router
         self._experts = experts
         self.on_routing: RoutingObserver | None = None
+        self.on_computed: Callable[[], None] | None = None  # once all of it is launched
 
     @property
     def router_weight(self) -> PackedTensor:
@@ -91,4 +92,7 @@ class Mixture:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)
         if self.on_routing is not None:
             self.on_routing(self._layer, ids)
-        return self._experts(self._index, x, ids, weights).add_(residual)
+        out = self._experts(self._index, x, ids, weights).add_(residual)
+        if self.on_computed is not None:
+            self.on_computed()
+        return out

@@ -9,11 +9,13 @@ from headrace.formats.base import PackedTensor
 from headrace.layers.linear import Linear
 from headrace.ops.registry import OpSet
 
+_ROUTE_ROWS = 16  # of a decoding step
+
 
 class Router:
     """Scores every expert and keeps the k best."""
 
-    __slots__ = ("_k", "_linear", "_normalize", "_ops", "_scoring")
+    __slots__ = ("_done", "_k", "_linear", "_normalize", "_ops", "_scoring")
 
     def __init__(self, ops: OpSet, linear: Linear, spec: MoeSpec) -> None:
         self._ops = ops
@@ -21,6 +23,10 @@ class Router:
         self._k = spec.num_experts_per_token
         self._scoring = spec.scoring
         self._normalize = spec.normalize
+        self._done: torch.Tensor | None = None  # counters of ``ops.route``
+        if ops.has("route"):
+            device = next(iter(linear.weight.parts.values())).device
+            self._done = torch.zeros(_ROUTE_ROWS, dtype=torch.int32, device=device)
 
     @property
     def weight(self) -> PackedTensor:
@@ -29,4 +35,8 @@ class Router:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: float32 [T, D] -> ids int32 [T, k], weights float32 [T, k]."""
+        if self._done is not None:
+            weight, bias = self._linear.weight, self._linear.bias
+            how = (self._k, self._scoring, self._normalize)
+            return self._ops.route(x, weight, bias, *how, self._done)
         return self._ops.router_topk(self._linear(x), self._k, self._scoring, self._normalize)

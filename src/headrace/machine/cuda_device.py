@@ -33,6 +33,14 @@ def visible_gpus() -> tuple[GpuInfo, ...]:
     return tuple(found)
 
 
+def shared_memory_nbytes(index: int) -> int | None:
+    """Shared memory that one program on a GPU may have; None where torch sees no such GPU."""
+    cuda: Any = torch.cuda
+    if not cuda.is_available() or index >= cuda.device_count():
+        return None
+    return cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
 class CudaGraph:
     """A captured graph. All graphs of a device share one pool of memory: results of one are valid
     until another one is replayed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -121,6 +121,12 @@ class Decoder:
         for layer in self._layers:
             if isinstance(layer.feed_forward, Mixture):
                 layer.feed_forward.on_routing = observer
+
+    def watch_mixtures(self, observer: Callable[[], None] | None) -> None:
+        """Call ``observer`` behind every mixture, once all of its work is launched; None: stop."""
+        for layer in self._layers:
+            if isinstance(layer.feed_forward, Mixture):
+                layer.feed_forward.on_computed = observer
 
     def matrices(self) -> Iterator[tuple[str, PackedTensor]]:
         """Every matrix as (name of its kind, as stored): "embed", "q", "k", "v", "o", "gate", "up",

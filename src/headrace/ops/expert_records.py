@@ -179,7 +179,7 @@ class CpuExperts(Protocol):
 
     def expert_service(
         self,
-        layout: SliceLayout,
+        layouts: Sequence[SliceLayout],
         bases: Sequence[int],
         num_experts: int,
         act: Activation,

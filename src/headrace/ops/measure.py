@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,29 @@ _GATHER_PROGRAMS = 24
 _READ_PROGRAMS_PER_SM = 8
 _WORDS = 2048  # 16 KiB a program at once
 _MOST_LOOKS = 2_000_000  # about two seconds over PCIe
+
+
+class Marks(Protocol):
+    """Points in a device's work, and the seconds between them. Works inside captured graphs."""
+
+    def begin(self) -> None:
+        """The first point; earlier ones are forgotten."""
+        ...
+
+    def point(self) -> None:
+        """One more point, behind all work that was launched so far."""
+        ...
+
+    def seconds(self, count: int) -> list[float]:
+        """Between the first ``count`` + 1 points, as last passed; waits for the device."""
+        ...
+
+
+def step_marks(device: torch.device) -> Marks:
+    """Marks of a device that runs Triton's kernels."""
+    from headrace.ops.triton.marks import StampMarks
+
+    return StampMarks(device)
 
 
 def read_load(block: HostBlock) -> ReadLoad:

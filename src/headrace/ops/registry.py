@@ -37,6 +37,7 @@ OP_NAMES = (
     "moe",
     "attention_block",
     "dense_block",
+    "route",
 )
 
 
@@ -47,6 +48,7 @@ BLOCKS = {
         *("rmsnorm", "linear_group", "rope", "kv_append", "attention_decode", "linear"),
     ),
     "dense_block": ("rmsnorm", "gated_linear", "linear"),
+    "route": ("linear", "router_topk"),
 }
 
 
@@ -55,6 +57,8 @@ class Op:
     """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle.
 
     times_parts: a block whose function takes ``seconds``, doubles that grow by the times of its parts.
+    marks_parts: a block whose function takes ``mark``, which it calls with the place in ``BLOCKS`` of each
+    part once that is launched; parts that are one kernel are marked once, as the first of them.
     """
 
     name: str
@@ -62,11 +66,15 @@ class Op:
     function: Callable[..., Any]
     tolerance: float
     times_parts: bool = False
+    marks_parts: bool = False
 
 
 # Told of each call: the operation's name, its positional arguments, seconds, and, for a block that
 # times its parts, the parts' seconds in the order of ``BLOCKS`` (else nothing).
 OpWatcher = Callable[[str, tuple[Any, ...], float, Sequence[float]], None]
+# Called behind each operation, or behind each part of a block that marks them: the operation's name, its
+# positional arguments, and the part's place in ``BLOCKS`` (None: all of it).
+OpMarker = Callable[[str, tuple[Any, ...], int | None], None]
 
 
 def _watched(op: Op, watcher: OpWatcher) -> Callable[..., Any]:
@@ -93,6 +101,27 @@ def _watched(op: Op, watcher: OpWatcher) -> Callable[..., Any]:
     return whole
 
 
+def _marked(op: Op, marker: OpMarker) -> Callable[..., Any]:
+    """``op.function`` with a mark behind it, or behind each of its parts."""
+    name, function = op.name, op.function
+    if op.marks_parts:
+
+        def block(*args: Any) -> Any:
+            def mark(part: int) -> None:
+                marker(name, args, part)
+
+            return function(*args, mark=mark)
+
+        return block
+
+    def whole(*args: Any) -> Any:
+        result = function(*args)
+        marker(name, args, None)
+        return result
+
+    return whole
+
+
 class OpSet:
     """The implementations chosen for a device, as attributes: ``ops.linear(x, weight)``."""
 
@@ -113,6 +142,15 @@ class OpSet:
         """
         for name, op in self.chosen.items():
             setattr(self, name, op.function if watcher is None else _watched(op, watcher))
+
+    def mark(self, marker: OpMarker | None) -> None:
+        """Call ``marker`` behind every operation from now on; None: stop. Takes the place of ``watch``.
+
+        For devices that compute behind the caller's back: what the marker launches there runs between
+        the operations' kernels, in a captured graph, too.
+        """
+        for name, op in self.chosen.items():
+            setattr(self, name, op.function if marker is None else _marked(op, marker))
 
     def has(self, name: str) -> bool:
         """Whether there is an operation ``name``: those of ``BLOCKS`` may be missing."""

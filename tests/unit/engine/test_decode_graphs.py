@@ -6,7 +6,9 @@ import torch
 
 from headrace.core.errors import DeviceLostError, EngineDeadError
 from headrace.core.step import ScheduledChunk
-from headrace.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, DecodeInputs, best_of
+from headrace.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, best_of
+from headrace.engine.decode_inputs import DecodeInputs
+from headrace.kv.open_pages import OpenChunk
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import HostDevice
 from tests.fixtures.toy_engine import (
@@ -61,8 +63,8 @@ def test_sampled_rows_get_their_logits_beside_greedy_ones():
 
 
 def test_inputs_of_a_step_and_its_padding():
-    inputs = DecodeInputs(HostDevice(), 4, 3, scratch_slot=9 * 16)
-    inputs.fill([chunk(0, 7, 33, (5, 2, 8)), chunk(1, 9, 16, (4, 1))], 4, 16)
+    inputs = DecodeInputs(HostDevice(), 4, 3, scratch_block=9, block_tokens=16)
+    inputs.fill([chunk(0, 7, 33, (5, 2, 8)), chunk(1, 9, 16, (4, 1))], 4)
     tokens, batch = inputs.batch(4)
     assert tokens.tolist() == [7, 9, 0, 0]
     assert batch.positions.tolist() == [33, 16, 0, 0]
@@ -75,13 +77,31 @@ def test_inputs_of_a_step_and_its_padding():
     assert batch.valid is not None
     assert batch.valid.tolist() == [True, True, False, False]
     assert batch.decode
+    assert batch.open is None
     # a smaller step leaves nothing of the larger one within its rows
-    inputs.fill([chunk(0, 3, 0, (6,))], 2, 16)
+    inputs.fill([chunk(0, 3, 0, (6,))], 2)
     tokens, batch = inputs.batch(2)
     assert (tokens.tolist(), batch.slots.tolist()) == ([3, 0], [96, 144])
     assert batch.valid is not None
     assert batch.valid.tolist() == [True, False]
     assert inputs.batch(1)[1].valid is None
+
+
+def test_open_pages_of_a_step_and_its_padding():
+    """Row 33 of the first goes to row 1 of its open page; row 15 of the second fills its first page."""
+    inputs = DecodeInputs(HostDevice(), 4, 3, scratch_block=9, block_tokens=16, sealed=True)
+    chunks = [chunk(0, 7, 33, (5, 2, 8)), chunk(1, 9, 15, (4,))]
+    inputs.fill(chunks, 4, [OpenChunk((6,), ()), OpenChunk((3,), ((4, 3, 1),))])
+    opened = inputs.batch(4)[1].open
+    assert opened is not None
+    assert opened.rows.tolist() == [6 * 16 + 1, 3 * 16 + 15, 0, 0]
+    assert opened.pages.tolist() == [[6], [3], [0], [0]]
+    assert opened.seals.tolist() == [[-1, 0, 0], [4, 3, 1], [-1, 0, 0], [-1, 0, 0]]
+    inputs.fill(chunks[:1], 2, [OpenChunk((6,), ())])  # nothing is left of the step before
+    again = inputs.batch(2)[1].open
+    assert again is not None
+    assert again.seals.tolist() == [[-1, 0, 0]] * 2
+    assert again.pages.tolist() == [[6], [0]]
 
 
 def test_padding_touches_no_block_but_its_own():

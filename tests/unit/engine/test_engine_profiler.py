@@ -36,9 +36,10 @@ def test_the_reference_backend_times_the_same_classes():
 
 def check_classes(engine: Engine) -> None:
     watch = run_steps(engine, Workload(prompt=40, steps=8))
-    phases = [stats.phase for stats, _ in watch.steps]
+    phases = [one.stats.phase for one in watch.steps]
     assert phases == ["prefill"] + ["decode"] * 7
-    for stats, rows in watch.steps:
+    for stats, rows, slowed in watch.steps:
+        assert not slowed
         found = {c.id: c for c in stats.classes}
         expected = set(running_cost(watch.model, rows))
         assert expected <= set(found)

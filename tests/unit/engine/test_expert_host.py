@@ -127,7 +127,7 @@ def test_b140_the_pin_budget_of_the_user_holds() -> None:
     pinner = FakePinner()
     store = load_host_store(made, layers(3), pinner=pinner)
     assert len(pinner.pinned) == 3
-    nbytes = store.layer_nbytes
+    nbytes = store.layer_nbytes(0)
     store.close()
     assert pinner.pinned == []
     tight = dataclasses.replace(made, pin_budget_nbytes=2 * nbytes)
@@ -139,6 +139,6 @@ def test_b140_the_pin_budget_of_the_user_holds() -> None:
 def test_the_disk_holds_what_the_budget_does_not(tmp_path: Path) -> None:
     made = dataclasses.replace(choose(), threads=2, expert_ram_nbytes=0, expert_disk=str(tmp_path))
     store = load_host_store(made, layers(2), pinner=FakePinner())
-    assert store.account().mapped_nbytes == 2 * store.layer_nbytes
+    assert store.account().mapped_nbytes == 2 * store.layer_nbytes(0)
     assert len(list(tmp_path.glob("*.slabs"))) == 1
     store.close()

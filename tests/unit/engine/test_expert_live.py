@@ -85,7 +85,7 @@ def test_b028_placements_give_the_same_tokens_and_say_what_they_did(
     assert (moved["fetched"] > 0) == (mode in ("hybrid", "stream"))
     assert (moved["computed"] > 0) == (mode in ("hybrid", "cpu"))
     assert (moved["streamed"] > 0) == (mode in ("hybrid", "stream"))
-    assert seen.pinned_nbytes == 2 * made.executor.store.layer_nbytes
+    assert seen.pinned_nbytes == 2 * made.executor.store.layer_nbytes(0)
     assert seen.hit_rate == pytest.approx(counts.hit_rate)
     assert seen.restarts_total == 0
 
@@ -114,7 +114,7 @@ def test_layers_that_are_not_pinned_are_the_cpus(
     assert made.executor.counts().computed > 0
     seen = made.engine.snapshot().experts
     assert seen is not None
-    assert seen.pageable_nbytes == seen.pinned_nbytes == made.executor.store.layer_nbytes
+    assert seen.pageable_nbytes == seen.pinned_nbytes == made.executor.store.layer_nbytes(0)
 
 
 @needs_native

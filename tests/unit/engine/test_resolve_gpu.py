@@ -1,5 +1,7 @@
 """Choices and the memory plan of a GPU, on machines that are written down here."""
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.core.config import EngineConfig
@@ -86,19 +88,56 @@ def test_a_dense_model_on_a_large_gpu():
     assert made.plan.kv_nbytes == 0
 
 
-def test_sealed_caches_on_a_gpu_are_for_who_asks_for_them():
-    """They decode without graphs there, so auto leaves them alone, and a choice by name is warned of."""
-    kv = KVSupport(frozenset({"triton", "cpu"}), "directions")
+def test_auto_takes_a_sealed_cache_on_a_gpu_as_its_accuracy_says():
+    """SmolLM2 is a llama: with calibrated directions 4-bit keys hold there, without them, too."""
+    of = smollm2()
 
-    def made(kv_format):
-        of = smollm2()
+    def made(kv_format, **support):
+        kv = KVSupport(frozenset({"triton", "cpu"}), **support)
         config = EngineConfig("m", kv_format=kv_format)
         return resolve(config, of, machine(), GB, sizes=sizes(of), gpu=READY, kv=kv)
 
-    assert made("auto").kv_format == "bf16"
-    assert not any("graphs" in w for w in made("auto").warnings)
-    assert made("fp8").kv_format == "fp8"
-    assert any("without CUDA graphs" in w for w in made("fp8").warnings)
+    auto = made("auto", directions="directions")
+    assert (auto.kv_format, auto.kv_rank) == ("nvfp4k-fp8v", 4)
+    assert (made("auto").kv_format, made("auto").kv_rank) == ("nvfp4k-fp8v", 0)
+    assert made(None).kv_format == "bf16"
+    assert made("fp8").warnings == made("bf16").warnings
+    # A block more than sequences get, for padding, whose open page is a shared one.
+    pool = auto.kv_pool
+    assert pool.num_blocks == auto.num_blocks + 1
+    assert pool.num_shared == 2048 // auto.block_tokens
+    # 128 pages of 64 tokens, 3 key heads, 8 columns of 4 bytes; 16 rows in eager steps, 16 in graphs
+    assert auto.vram is not None
+    plain = made("fp8").vram
+    assert plain is not None
+    assert auto.vram.workspace_nbytes - plain.workspace_nbytes == 128 * 3 * 8 * 4 * (16 + 16)
+
+
+def test_a_sealed_cache_without_kernels_is_refused():
+    of = smollm2()
+    config = EngineConfig("m", kv_format="fp8")
+    with pytest.raises(ConfigError, match="triton back-end has no kernel") as caught:
+        resolve(config, of, machine(), GB, sizes=sizes(of), gpu=READY, kv=KVSupport())
+    assert "f32, bf16" in (caught.value.hint or "")
+
+
+def test_a_gpu_whose_programs_have_too_little_shared_memory():
+    """Heads of 256 in blocks of 64 take 126,980 bytes; an RTX 4090's programs have 101,376."""
+    of = replace(smollm2(), head_dim=256)
+
+    def made(shared, **values):
+        kv = KVSupport(frozenset({"triton"}), None, shared)
+        return resolve(
+            EngineConfig("m", **values), of, machine(), GB, sizes=sizes(of), gpu=READY, kv=kv
+        )
+
+    with pytest.raises(ConfigError, match=r"126980 bytes of shared memory.*101376"):
+        made(101_376, kv_format="fp8")
+    assert made(101_376, kv_format="auto").kv_format == "bf16"
+    assert made(101_376, kv_format="fp8", block_tokens=32).kv_format == "fp8"
+    assert made(232_448, kv_format="fp8", block_tokens=128).kv_format == "fp8"
+    with pytest.raises(ConfigError, match="186372 bytes"):
+        made(166_912, kv_format="fp8", block_tokens=128)
 
 
 def test_the_cpu_serves_where_no_gpu_can():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.kv_accuracy import MEASURED, KVAccuracy, smallest_that_holds
 from headrace.core.kv_formats import FORMATS
 from headrace.engine.calibration import calibrate
+from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
+from headrace.engine.loading import load_parts
 from headrace.kv.directions import data_dir, load_directions
 from headrace.kv.open_pages import OpenPages
 from headrace.models.calibration import calibration_text
@@ -67,6 +70,40 @@ def test_answers_do_not_depend_on_chunks_sharing_and_preemption(load, kv_format)
     tight, seen = run(load(kv_format, max_batch_tokens=64, kv_tokens=256))
     assert tight == expected
     assert seen.preemptions_total > 0
+
+
+def captured(parts):
+    """An engine whose decoding steps run as a GPU's do: fixed tensors, padded batches.
+
+    The pool's last block becomes the padding's.
+    """
+    scheduler = replace(parts.scheduler, num_blocks=parts.scheduler.num_blocks - 1)
+    graphs = DecodeGraphs(
+        parts.decoder, parts.kv, parts.device, max_batch=4, context=parts.info.context
+    )
+    graphs.capture()
+    ran = []
+    work = graphs.run
+    graphs.run = lambda chunks, opened: ran.append(len(chunks)) or work(chunks, opened)
+    return Engine(replace(parts, scheduler=scheduler, graphs=graphs)), ran
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "nvfp4k-fp8v"])
+def test_captured_steps_seal_pages_by_their_data(load, kv_format):
+    """One graph serves steps that fill a page and steps that do not, with rows of padding, shared
+    prefixes, copies of unfinished pages and preemption."""
+    given = {"context": 256, "block_tokens": 32, "max_num_seqs": 4, "threads": 1}
+    expected, _ = run(load(kv_format, max_batch_tokens=256, prefix_cache=False))
+    for more in ({"max_batch_tokens": 64}, {"max_batch_tokens": 64, "kv_tokens": 288}):
+        parts = load_parts(EngineConfig(model="tiny", kv_format=kv_format, **given, **more))
+        engine, ran = captured(parts)
+        found, seen = run(engine)
+        assert found == expected
+        assert {1, 2, 3, 4} >= set(ran) >= {2, 4}
+        assert seen.prefix_hit_tokens_total > 0
+        if "kv_tokens" in more:
+            assert seen.preemptions_total > 0
+        engine._runner._open.check(max_blocks=0)
 
 
 def next_tokens(engine):

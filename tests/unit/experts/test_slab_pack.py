@@ -227,7 +227,7 @@ def test_down_in_another_block_type() -> None:
 
 def test_layers_in_different_formats_are_refused() -> None:
     layers = [make_experts(PACKS[name]) for name in ("q4_k", "q6_k")]
-    with pytest.raises(UnsupportedModelError, match=r"q4_k gate, q4_k up.*q6_k gate"):
+    with pytest.raises(UnsupportedModelError, match=r"q4_k gate and up.*q6_k gate"):
         layout_of(layers)
 
 

@@ -13,7 +13,7 @@ from headrace.core.errors import DoesNotFitError, MachineError
 from headrace.experts.random_store import random_store
 from headrace.experts.slab import slab_layout
 from headrace.experts.slab_load import source_ranges
-from headrace.experts.slab_pack import layout_of, read_slab, slice_weights
+from headrace.experts.slab_pack import layout_of, layouts_of, read_slab, slice_weights
 from headrace.experts.store import HostLimits, HostStore, build_store, limits_of
 from headrace.formats.base import PackedTensor, dequantize
 from headrace.formats.mxfp4 import quantize as quantize_mxfp4
@@ -78,7 +78,7 @@ def test_every_expert_is_in_its_slab() -> None:
     stages: list[tuple[str, float]] = []
     store = build_store(
         layers,
-        layout,
+        layouts_of(layers),
         threads=2,
         pin=False,
         limits=PLENTY,
@@ -104,10 +104,10 @@ def test_pinned_layers_are_unpinned_when_the_store_closes() -> None:
     layers = make_layers()
     pinner = FakePinner()
     store = build_store(
-        layers, layout_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner
+        layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner
     )
     assert all(store.pinned(i) for i in range(3))
-    assert pinner.pinned == {store.base(i): store.layer_nbytes for i in range(3)}
+    assert pinner.pinned == {store.base(i): store.layer_nbytes(i) for i in range(3)}
     view = store.tensor(2)
     store.close()
     store.close()
@@ -122,7 +122,9 @@ def test_a_refusal_leaves_the_rest_pageable_and_says_so_once(
     layout = layout_of(layers)
     pinner = FakePinner(allowed=2 * 4 * layout.slab_nbytes)
     with caplog.at_level(logging.WARNING):
-        store = build_store(layers, layout, threads=2, pin=True, limits=PLENTY, pinner=pinner)
+        store = build_store(
+            layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner
+        )
     assert sum(store.pinned(i) for i in range(5)) == 2
     assert pinner.asked == 3  # not once for each layer
     assert_holds(store, layers)
@@ -138,7 +140,9 @@ def test_b140_the_pin_budget_holds() -> None:
     layout = layout_of(layers)
     pinner = FakePinner()
     limits = HostLimits(GIB, pin_nbytes=3 * 4 * layout.slab_nbytes - 1, reason="75% of it")
-    store = build_store(layers, layout, threads=1, pin=True, limits=limits, pinner=pinner)
+    store = build_store(
+        layers, layouts_of(layers), threads=1, pin=True, limits=limits, pinner=pinner
+    )
     assert (len(pinner.pinned), pinner.asked) == (2, 2)
     assert "75% of it" in store.notes[0]
     store.close()
@@ -152,7 +156,7 @@ def test_b016_what_fits_nowhere_is_refused_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(
         DoesNotFitError, match=r"61\.3 GB.*36 layers of 1\.70 GB; 31\.1 GB"
     ) as caught:
-        build_store(layers, layout, threads=1, pin=False, limits=limits)
+        build_store(layers, [layout] * 36, threads=1, pin=False, limits=limits)
     assert "--expert-disk" in (caught.value.hint or "")
 
 
@@ -163,7 +167,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DoesNotFitError, match=r"may be used.*and .* has 0\.0 GB free"):
         build_store(
             layers,
-            layout_of(layers),
+            layouts_of(layers),
             threads=1,
             pin=False,
             disk=tmp_path,
@@ -182,7 +186,13 @@ def test_disk_tier_holds_what_ram_does_not(
 
     def build() -> HostStore:
         return build_store(
-            layers, layout, threads=2, pin=True, disk=tmp_path, limits=limits, pinner=pinner
+            layers,
+            layouts_of(layers),
+            threads=2,
+            pin=True,
+            disk=tmp_path,
+            limits=limits,
+            pinner=pinner,
         )
 
     with caplog.at_level(logging.WARNING):
@@ -209,7 +219,7 @@ def test_a_damaged_slab_file_is_written_anew(tmp_path: Path, damage: str) -> Non
 
     def build() -> HostStore:
         return build_store(
-            layers, layout, threads=2, pin=False, disk=tmp_path, limits=HostLimits(0, 0)
+            layers, layouts_of(layers), threads=2, pin=False, disk=tmp_path, limits=HostLimits(0, 0)
         )
 
     build().close()
@@ -233,7 +243,7 @@ def test_other_weights_get_a_file_of_their_own(tmp_path: Path) -> None:
         layers = make_layers(seed=seed)
         store = build_store(
             layers,
-            layout_of(layers),
+            layouts_of(layers),
             threads=1,
             pin=False,
             disk=tmp_path,
@@ -255,14 +265,14 @@ def test_a_failing_thread_stops_the_load_and_leaves_nothing(
 
     monkeypatch.setattr("headrace.experts.slab_load.write_slab", fail)
     with pytest.raises(MachineError, match="the disk is gone"):
-        build_store(layers, layout_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner)
+        build_store(layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner)
     assert pinner.pinned == {}
 
 
 def test_b139_the_self_test_reads_every_pinned_layer() -> None:
     layers = make_layers()
     store = build_store(
-        layers, layout_of(layers), threads=1, pin=True, limits=PLENTY, pinner=FakePinner()
+        layers, layouts_of(layers), threads=1, pin=True, limits=PLENTY, pinner=FakePinner()
     )
     assert store.check_copies(torch.clone) == 3 * store.layout.slice_nbytes
     with pytest.raises(MachineError, match="came back changed"):
@@ -329,7 +339,7 @@ def test_closing_gives_the_memory_back() -> None:
     tensors = [store.tensor(i) for i in range(4)]
     before = psutil.Process().memory_info().rss
     store.close()
-    assert psutil.Process().memory_info().rss < before - 4 * store.layer_nbytes // 2
+    assert psutil.Process().memory_info().rss < before - 4 * store.layer_nbytes(0) // 2
     assert len(tensors) == 4
 
 
@@ -337,7 +347,7 @@ def test_closing_gives_the_memory_back() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pinned_store_on_the_gpu() -> None:
     layers = make_layers()
-    store = build_store(layers, layout_of(layers), threads=2, pin=True, limits=PLENTY)
+    store = build_store(layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY)
     assert store.tensor(0).is_pinned()
     assert isinstance(store._pinner, CudaPinner)
     assert store.check_copies(cuda_round_trip) > 0

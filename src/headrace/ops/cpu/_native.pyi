@@ -15,7 +15,7 @@ class SlabLayout: ...
 class ExpertService:
     def __init__(
         self,
-        layout: SlabLayout,
+        layouts: Sequence[SlabLayout],
         bases: Sequence[int],
         num_experts: int,
         kind: int,

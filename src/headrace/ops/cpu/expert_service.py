@@ -16,7 +16,7 @@ from headrace.ops.cpu import _native
 from headrace.ops.cpu.arguments import checked
 from headrace.ops.cpu.control import num_threads
 from headrace.ops.cpu.linear import activation_number
-from headrace.ops.cpu.matrix import FORMAT_NUMBERS
+from headrace.ops.cpu.matrix import SLAB_FORMAT_NUMBERS
 from headrace.ops.expert_records import (
     BlockFields,
     ExpertFault,
@@ -105,6 +105,8 @@ def run_now(
 class NativeExpertService:
     """Threads that answer the requests of one block (``experts.request_block``), one at a time.
 
+    ``layouts`` and ``bases``: of each layer, which may differ in formats and not in dimensions.
+
     Words that matter outside: ``seq`` (a new value asks), ``ack`` (the answer is complete), ``abort``
     (``ExpertFault``; while it is not zero, requests are passed over). A request that is wrong, a thread
     that fails and one that does not finish in ``stall_s`` set ``abort``; after the last two the service
@@ -113,7 +115,7 @@ class NativeExpertService:
 
     def __init__(
         self,
-        layout: SliceLayout,
+        layouts: Sequence[SliceLayout],
         bases: Sequence[int],
         num_experts: int,
         act: Activation,
@@ -121,12 +123,12 @@ class NativeExpertService:
         fields: BlockFields,
         options: ServiceOptions,
     ) -> None:
-        _check_block(layout, block, fields)
+        _check_block(layouts[0], block, fields)
         _check_options(options)
         self._block = block
         self._abort = block[fields.abort : fields.abort + 4].view(torch.int32)
         self._native = _native.ExpertService(
-            _native_layout(layout),
+            [_native_layout(layout) for layout in layouts],
             list(bases),
             num_experts,
             activation_number(act),
@@ -224,8 +226,8 @@ def _native_layout(layout: SliceLayout) -> _native.SlabLayout:
     if unknown:
         raise InternalError(f"the expert kernels do not know the parts {sorted(unknown)}")
     return _native.make_slab_layout(
-        FORMAT_NUMBERS[layout.format],
-        FORMAT_NUMBERS[layout.down_format],
+        SLAB_FORMAT_NUMBERS[layout.format],
+        SLAB_FORMAT_NUMBERS[layout.down_format],
         [layout.hidden, layout.width, layout.num_slices, layout.slice_nbytes],
         layout.block_factors,
         [parts.get(name, (-1, 0)) for name in _PARTS],

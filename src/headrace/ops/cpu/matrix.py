@@ -17,6 +17,11 @@ _ORDER = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs"),
 )
+# Slabs of experts hold the scales of these apart from the codes; the numbers follow on.
+_APART = ("q4_0", "q5_0", "q8_0", "q3_k", "q6_k", "iq4_nl")
+SLAB_FORMAT_NUMBERS = {name: number for number, name in enumerate(_ORDER)} | {
+    name: number for number, name in enumerate(_APART, len(_ORDER))
+}
 FORMAT_NUMBERS = {name: number for number, name in enumerate(_ORDER)}
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _HANDLE = "_cpu_matrix"  # in the tensor's own dictionary, so that both live equally long

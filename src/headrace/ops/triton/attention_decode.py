@@ -43,51 +43,131 @@ def num_parts(kv_heads: int, programs: int) -> int:
 
 
 @triton.jit
+def swapped_part(
+    query, keys, values, table, start, end, stride_block,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S^T = K Q^T, O^T = V^T P^T of a part: query [D, G]; (maximum, sum [G], output [D, G])."""
+    padded: tl.constexpr = WIDE != DIM
+    d, t = tl.arange(0, WIDE), tl.arange(0, TILE)
+    inside = (d < DIM)[None, :] & (t >= 0)[:, None]
+    top = tl.full((query.shape[1],), NOTHING, tl.float32)
+    total = tl.zeros(
+        (TILE, query.shape[1]), tl.float32
+    )  # of each row of the tile, added up in the end
+    out = tl.zeros((WIDE, query.shape[1]), tl.float32)
+    for tile in range(start, end, TILE):
+        # Beyond the end the last key is read again, and its score is not counted.
+        position = tl.minimum(tile + t, end - 1)
+        block = tl.load(table + position // PAGE).to(tl.int64)
+        at = (block * stride_block + (position % PAGE) * DIM)[:, None] + d[None, :]
+        score = tl.dot(fetch(keys + at, inside, padded), query, input_precision=PRECISION)
+        score = tl.where((t < end - tile)[:, None], score, float("-inf"))
+        weight, top, shrink = absorb(score, top)
+        total = total * shrink[None, :] + weight
+        value = tl.trans(fetch(values + at, inside, padded))
+        out = tl.dot(
+            value, weight.to(value.dtype), out * shrink[None, :], input_precision=PRECISION
+        )
+    return top, tl.sum(total, 0), out
+
+
+@triton.jit
+def upright_part(
+    query, keys, values, table, start, end, stride_block,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S = Q K^T, O = P V of a part: query [G, D]; (maximum, sum [G], output [G, D])."""
+    padded: tl.constexpr = WIDE != DIM
+    d, t = tl.arange(0, WIDE), tl.arange(0, TILE)
+    inside = (d < DIM)[None, :] & (t >= 0)[:, None]
+    top = tl.full((query.shape[0],), NOTHING, tl.float32)
+    total = tl.zeros((query.shape[0], TILE), tl.float32)
+    out = tl.zeros((query.shape[0], WIDE), tl.float32)
+    for tile in range(start, end, TILE):
+        position = tl.minimum(tile + t, end - 1)
+        block = tl.load(table + position // PAGE).to(tl.int64)
+        at = (block * stride_block + (position % PAGE) * DIM)[:, None] + d[None, :]
+        key = fetch(keys + at, inside, padded)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        score = tl.where((t < end - tile)[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink[:, None] + weight
+        value = fetch(values + at, inside, padded)
+        out = tl.dot(
+            weight.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION
+        )
+    return top, tl.sum(total, 1), out
+
+
+@triton.jit
 def part_kernel(
     q, keys, values, tables, context_lens, sums, mixed,
     scale, window, heads, group, stride_table, stride_block, stride_head,
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + sequence)
     begin = tl.maximum(context - window, 0)  # the first position that the row sees
     size = part_size(context - begin, MIN_PART, PARTS)
-    padded: tl.constexpr = WIDE != DIM
-    member, d, t = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, TILE)
+    member, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
     row = sequence.to(tl.int64) * heads + kv_head * group + member
-    real = (member < group)[None, :] & (d < DIM)[:, None]
-    query = tl.load(q + row[None, :] * DIM + d[:, None], mask=real, other=0.0) * scale
-    query = query.to(keys.dtype.element_ty)
     table = tables + sequence.to(tl.int64) * stride_table
     head = kv_head.to(tl.int64) * stride_head
     keys += head
     values += head
-    inside = (d < DIM)[None, :] & (t >= 0)[:, None]
+    if SWAPPED:
+        real = (member < group)[None, :] & (d < DIM)[:, None]
+        query = tl.load(q + row[None, :] * DIM + d[:, None], mask=real, other=0.0) * scale
+    else:
+        real = (member < group)[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + row[:, None] * DIM + d[None, :], mask=real, other=0.0) * scale
+    query = query.to(keys.dtype.element_ty)
     for part in range(tl.program_id(2), tl.cdiv(context - begin, size), tl.num_programs(2)):
         start = begin + part * size
         end = tl.minimum(start + size, context)
-        top = tl.full((GROUP,), NOTHING, tl.float32)
-        total = tl.zeros((TILE, GROUP), tl.float32)  # of each row of the tile, added up in the end
-        out = tl.zeros((WIDE, GROUP), tl.float32)
-        for tile in range(start, end, TILE):
-            # Beyond the end the last key is read again, and its score is not counted.
-            position = tl.minimum(tile + t, end - 1)
-            block = tl.load(table + position // PAGE).to(tl.int64)
-            at = (block * stride_block + (position % PAGE) * DIM)[:, None] + d[None, :]
-            score = tl.dot(fetch(keys + at, inside, padded), query, input_precision=PRECISION)
-            score = tl.where((t < end - tile)[:, None], score, float("-inf"))
-            weight, top, shrink = absorb(score, top)
-            total = total * shrink[None, :] + weight
-            value = tl.trans(fetch(values + at, inside, padded))
-            out = tl.dot(
-                value, weight.to(value.dtype), out * shrink[None, :], input_precision=PRECISION
-            )
         place = row * PARTS + part
+        if SWAPPED:
+            top, total, out = swapped_part(
+                query,
+                keys,
+                values,
+                table,
+                start,
+                end,
+                stride_block,
+                PAGE,
+                DIM,
+                WIDE,
+                TILE,
+                PRECISION,
+            )
+            tl.store(mixed + place[None, :] * DIM + d[:, None], out, mask=real)
+        else:
+            top, total, out = upright_part(
+                query,
+                keys,
+                values,
+                table,
+                start,
+                end,
+                stride_block,
+                PAGE,
+                DIM,
+                WIDE,
+                TILE,
+                PRECISION,
+            )
+            tl.store(mixed + place[:, None] * DIM + d[None, :], out, mask=real)
         tl.store(sums + 2 * place, top, mask=member < group)
-        tl.store(sums + 2 * place + 1, tl.sum(total, 0), mask=member < group)
-        tl.store(mixed + place[None, :] * DIM + d[:, None], out, mask=real)
+        tl.store(sums + 2 * place + 1, total, mask=member < group)
 
 
 @triton.jit
@@ -135,12 +215,14 @@ def attention_decode(
     exact = keys.dtype == torch.float32
     seen = window or 2**31 - 1
     tuned = decode_tuning(q.device, dim, sealed=False)
+    swapped = exact or tuned.swapped
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         MIN_PART=PART_TOKENS, PARTS=most, PAGE=cache.block_tokens,
-        GROUP=max(triton.next_power_of_2(group), 8), DIM=dim, WIDE=triton.next_power_of_2(dim),
+        GROUP=max(triton.next_power_of_2(group), 8 if swapped else 16), SWAPPED=swapped,
+        DIM=dim, WIDE=triton.next_power_of_2(dim),
         TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
         num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
         maxnreg=tuned.max_registers,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.records import AttentionBatch, LayerKV
+from headrace.ops.triton import prefill_layout
 from headrace.ops.triton.softmax import LOG2_E, absorb_rows, fetch, first_sums, tile_of
 from headrace.ops.triton.tuning import prefill_tuning
 
@@ -105,6 +106,12 @@ def attention_prefill(
     q = q.contiguous()
     rows, heads, dim = q.shape
     keys = cache.keys
+    if keys.dtype == torch.bfloat16 and prefill_layout.takes(
+        q, batch, keys.shape[1], cache.block_tokens
+    ):
+        from headrace.ops.triton import prefill_tma  # Gluon: only where it is used
+
+        return prefill_tma.plain(q, cache, batch, scale, window, sinks)
     num_sequences = batch.context_lens.shape[0]
     exact = keys.dtype == torch.float32
     tuned = prefill_tuning(q.device, dim, sealed=False)

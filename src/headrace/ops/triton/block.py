@@ -7,52 +7,83 @@ operation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import AttentionBatch, AttentionBlock, DenseBlock, LayerKV
+from headrace.ops.registry import BLOCKS
 from headrace.ops.triton import products, rows
 from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
 from headrace.ops.triton.few_rows import MAX_ROWS, gated_few, linear_few
 
 _HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+# Places of the parts, for marks.
+_NORM, _QKV, _ROPE, _, _ATTENTION, _OUTPUT = range(len(BLOCKS["attention_block"]))
+_DENSE_NORM, _GATED, _DOWN = range(len(BLOCKS["dense_block"]))
+
+Mark = Callable[[int], None]
+
+
+def _nobody(part: int) -> None:
+    """Marks of a block that nobody watches."""
 
 
 def attention_block(
-    x: torch.Tensor, block: AttentionBlock, cache: LayerKV, batch: AttentionBatch
+    x: torch.Tensor,
+    block: AttentionBlock,
+    cache: LayerKV,
+    batch: AttentionBatch,
+    *,
+    mark: Mark = _nobody,
 ) -> torch.Tensor:
     """x + o(attention(norm(x))), keys and values appended first: float32 [T, D] -> same."""
     heads, kv_heads, dim = block.heads
     dtype = _fused_dtype(x, block.weights) if batch.decode else None
     normed = rows.rmsnorm(x, block.norm, block.eps, dtype or torch.float32)
+    mark(_NORM)
     group = linear_few if dtype is not None else products.linear_group
     q, k, v = group(normed, block.weights[:3], block.biases[:3])
+    mark(_QKV)
     if block.q_norm is not None:
         q = rows.rmsnorm(q.view(-1, block.q_norm.numel()), block.q_norm, block.eps)
     if block.k_norm is not None:
         k = rows.rmsnorm(k.view(-1, block.k_norm.numel()), block.k_norm, block.eps)
     q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
     rows.rope_append(q, k, v, block.table, batch, cache)
+    mark(_ROPE)
     if dtype is not None:
         mixed = attention_decode(q, cache, batch, block.scale, block.window, block.sinks, dtype)
-        flat = mixed.view(x.shape[0], -1)
-        return linear_few(flat, block.weights[3:], block.biases[3:], x)[0]
-    attend = attention_decode if batch.decode else attention_prefill
-    mixed = attend(q, cache, batch, block.scale, block.window, block.sinks)
-    return products.linear(mixed.view(x.shape[0], -1), block.weights[3], block.biases[3], x)
+    else:
+        attend = attention_decode if batch.decode else attention_prefill
+        mixed = attend(q, cache, batch, block.scale, block.window, block.sinks)
+    mark(_ATTENTION)
+    flat = mixed.view(x.shape[0], -1)
+    if dtype is not None:
+        out = linear_few(flat, block.weights[3:], block.biases[3:], x)[0]
+    else:
+        out = products.linear(flat, block.weights[3], block.biases[3], x)
+    mark(_OUTPUT)
+    return out
 
 
-def dense_block(x: torch.Tensor, block: DenseBlock) -> torch.Tensor:
+def dense_block(x: torch.Tensor, block: DenseBlock, *, mark: Mark = _nobody) -> torch.Tensor:
     """x + down(act(gate(norm(x)), up(norm(x)))): float32 [T, D] -> same."""
     dtype = _fused_dtype(x, (block.gate, block.up, block.down))
+    normed = rows.rmsnorm(x, block.norm, block.eps, dtype or torch.float32)
+    mark(_DENSE_NORM)
     if dtype is None:
-        normed = rows.rmsnorm(x, block.norm, block.eps)
         inner = products.gated_linear(normed, block.gate, block.up, block.act)
-        return products.linear(inner, block.down, None, x)
-    normed = rows.rmsnorm(x, block.norm, block.eps, dtype)
-    inner = gated_few(normed, block.gate, block.up, block.act, dtype)
-    return linear_few(inner, (block.down,), (None,), x)[0]
+        mark(_GATED)
+        out = products.linear(inner, block.down, None, x)
+    else:
+        inner = gated_few(normed, block.gate, block.up, block.act, dtype)
+        mark(_GATED)
+        out = linear_few(inner, (block.down,), (None,), x)[0]
+    mark(_DOWN)
+    return out
 
 
 def _fused_dtype(x: torch.Tensor, weights: tuple[PackedTensor, ...]) -> torch.dtype | None:

@@ -92,7 +92,8 @@ EXAMPLES: dict[str, Example] = {
     "seal_fp8": Example(sealed_append.seal_kernel, {**_FP8, "UNIT": RESIDUAL_UNIT}, 8),
     "decode_bf16": Example(
         attention_decode.part_kernel,
-        {**_PLAIN, "WIDE": 128, "PAGE": 32, "GROUP": 8, "MIN_PART": 128, "PARTS": 32}, num_stages=4,
+        {**_PLAIN, "WIDE": 128, "PAGE": 32, "GROUP": 8, "MIN_PART": 128, "PARTS": 32, "SWAPPED": True},
+        num_stages=4,
     ),
     "decode_fp8": Example(sealed_decode.sealed_part_kernel, {**_FP8, **_PARTS}),
     "decode_nvfp4k_fp8v": Example(sealed_decode.sealed_part_kernel, {**_NVFP4, **_PARTS}),

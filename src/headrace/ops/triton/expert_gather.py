@@ -19,11 +19,12 @@ from headrace.ops.triton.expert_plan import COUNT_FETCHES, TOTAL_FETCH_NS, clock
 
 @triton.jit
 def expert_gather(
-    bases, arena, fetches, counts, totals, layer, SLICE_NBYTES: tl.constexpr, WORDS: tl.constexpr
-):
+    bases, arena, fetches, counts, totals, layer, SLICE_NBYTES: tl.constexpr,
+    SLOT_NBYTES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """Copy every fetch of the layer. bases: int64 [L], addresses of the layers' first slabs; WORDS:
-    8-byte words that a program moves at a time. Any grid. All programs share the work evenly, so the
-    first one's time, which ``totals`` takes, is that of all."""
+    8-byte words that a program moves at a time; SLICE_NBYTES: of the layer's slices. Any grid. All
+    programs share the work evenly, so the first one's time, which ``totals`` takes, is that of all."""
     start = clock_ns()
     num_words: tl.constexpr = SLICE_NBYTES // 8
     num_chunks: tl.constexpr = (num_words + WORDS - 1) // WORDS
@@ -37,7 +38,7 @@ def expert_gather(
         # Slices are pages, so every address here is a multiple of 16 bytes.
         source = tl.multiple_of(base + tl.load(entry + 1).to(tl.int64) * SLICE_NBYTES, 4096)
         source = source.to(tl.pointer_type(tl.int64))
-        target = arena + tl.load(entry).to(tl.int64) * SLICE_NBYTES
+        target = arena + tl.load(entry).to(tl.int64) * SLOT_NBYTES
         target = target.to(tl.pointer_type(tl.int64))
         from_ = tl.max_contiguous(tl.multiple_of(source + at, 2), 2)
         value = tl.load(from_, mask=ok, other=0, eviction_policy="evict_first")

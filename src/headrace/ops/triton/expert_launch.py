@@ -9,6 +9,7 @@ allocates everything once, so that its calls can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,14 @@ import torch
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.ops.records import Activation
+from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning, MatrixPlace
 from headrace.ops.triton.expert_gather import expert_gather
+from headrace.ops.triton.expert_halves import (
+    TILE_BLOCKS,
+    halves_down,
+    halves_gate_up,
+    halves_prepare,
+)
 from headrace.ops.triton.expert_matvec import (
     bf16_down,
     bf16_gate_up,
@@ -26,7 +34,6 @@ from headrace.ops.triton.expert_matvec import (
     mxfp4_down,
     mxfp4_gate_up,
 )
-from headrace.ops.triton.expert_mma import mma_down, mma_gate_up
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
     COUNT_HITS,
@@ -34,8 +41,11 @@ from headrace.ops.triton.expert_plan import (
     STATE_SEQ,
 )
 from headrace.ops.triton.expert_state import PlanState
+from headrace.ops.triton.overlap import can_overlap
+from headrace.ops.triton.unpack import GROUPS
 
-FORMATS = ("mxfp4", "bf16")
+FORMATS = tuple(GROUPS)
+_OWN_KERNELS = ("mxfp4", "bf16")  # alone in a model; everything else shares ``expert_blocks``
 WEIGHTS_OF_SCALE = 32  # MXFP4
 WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
 NUM_PLANES = 6
@@ -43,14 +53,18 @@ MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 512
 BF16_TILE = 16
-MMA_GATE_UP_WARPS = 4  # 64 rows: their 32 activations are one block
+PREPARE_COLS = 256
+ROWS_OF_WARP = 16  # of a tensor core's instruction
+TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
 
 
 @dataclass(frozen=True)
 class SliceGeometry:
-    """What the kernels must know of a slab: byte offsets of the parts in a slice.
+    """What the kernels must know of a layer's slabs: byte offsets of the parts in a slice.
 
-    gate_up, down: (weights, scales, bias); 0 where there is no such part
+    format: of gate and up; slice_nbytes: of a slot; gate_up, down: (weights, scales, bias), 0 where there
+    is no such part; places: more of both matrices, for the kernels of any format; host_nbytes: of a
+    slice in host memory, 0: as long as a slot
     """
 
     format: str
@@ -61,6 +75,8 @@ class SliceGeometry:
     has_bias: bool
     gate_up: tuple[int, int, int]
     down: tuple[int, int, int]
+    places: tuple[MatrixPlace, ...] = ()
+    host_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,9 +93,12 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
-    # MXFP4 by mma instead of dp4a. H200, 2026-11-29, four experts of 13 MB: gate and up 25.6 us by mma, 18.2
-    # by dp4a; down 10.1 and 10.2. Neither is short of instructions: both wait for memory.
-    tensor_cores: bool = False
+    # MXFP4 by float16 mma instead of dp4a.
+    tensor_cores: bool = True
+    # Hopper and later: kernels start while those before end, and down fetches its weights meanwhile.
+    overlap: bool = True
+    halves_warps: int = 4
+    most_programs: int = 64
     gate_up_programs: int = 2
     gate_up_warps: int = 4  # dp4a
     gate_up_tile: int = (
@@ -95,6 +114,7 @@ class Tuning:
     gather_words: int = 2048
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
+    blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
 
 
 class ExpertLauncher:
@@ -105,6 +125,7 @@ class ExpertLauncher:
         arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
         multiprocessors: of the device, the unit of the grids; found out if None.
+        layers: geometry of each layer, where they differ or have ``places``.
     """
 
     def __init__(
@@ -117,25 +138,41 @@ class ExpertLauncher:
         request: RequestOffsets,
         multiprocessors: int | None = None,
         tuning: Tuning | None = None,
+        layers: Sequence[SliceGeometry] = (),
     ) -> None:
-        if geometry.format not in FORMATS:
+        self._layers = tuple(layers)
+        formats = {p.format for g in self._layers for p in g.places} | {geometry.format}
+        if not formats.issubset(FORMATS):
             raise UnsupportedModelError(
-                f"the GPU has no expert kernels for {geometry.format}",
+                f"the GPU has no expert kernels for {', '.join(sorted(formats - set(FORMATS)))}",
                 hint=f"supported: {', '.join(FORMATS)}; --experts cpu serves the other formats",
             )
+        mixed = len(formats) != 1 or geometry.format not in _OWN_KERNELS
         self.tuning = tuning or Tuning()
         self._geometry, self._state, self._arena, self._bases = geometry, state, arena, bases
         self._act, self._request = act, request
         self._sms = multiprocessors or _multiprocessors(arena.device)
-        self._mxfp4 = geometry.format == "mxfp4"
+        self._mxfp4 = geometry.format == "mxfp4" and not mixed
+        self._overlap = self.tuning.overlap and can_overlap(arena.device)
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
         self._allocate()
+        self._blocks: BlockLauncher | None = None
+        if mixed:
+            self._blocks = BlockLauncher(
+                self._layers, state, arena, self.partial, act, self._sms, self.tuning.blocks
+            )
 
     def _allocate(self) -> None:
         g, plan, device = self._geometry, self._state.geometry, self._arena.device
         tokens, pairs, inner = plan.max_tokens, plan.max_uses, g.width * g.num_slices
-        if self._mxfp4:
+        self._by_halves = self._mxfp4 and self.tuning.tensor_cores
+        if self._by_halves:
+            self._planes, self._h_planes = (
+                torch.zeros(n, 2, k, dtype=torch.float16, device=device)
+                for n, k in ((tokens, g.hidden), (pairs, inner))
+            )
+        elif self._mxfp4:
             shapes = [(tokens, g.hidden), (pairs, inner)]
             self._planes, self._h_planes = (
                 torch.zeros(n, NUM_PLANES, k // 8, dtype=torch.int32, device=device)
@@ -154,8 +191,16 @@ class ExpertLauncher:
 
     def prepare(self, x: torch.Tensor) -> None:
         """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
+        if self._blocks is not None:
+            self._blocks.prepare(x)
         blocks = -(-self._geometry.hidden // WEIGHTS_OF_SCALE)
         if not (self._has_cpu or self._mxfp4):
+            return
+        if self._by_halves:
+            halves_prepare[(x.shape[0], -(-self._geometry.hidden // PREPARE_COLS))](
+                x, self._planes, self._block, self._request.x, self._geometry.hidden, PREPARE_COLS,
+                self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
+            )  # fmt: skip
             return
         expert_prepare[(x.shape[0],)](
             x, self._planes, self._units, self._block, self._request.x, self._geometry.hidden,
@@ -168,25 +213,42 @@ class ExpertLauncher:
         expert_gather[(t.gather_programs,)](
             self._bases, self._arena, self._state.fetches if fetches is None else fetches,
             self._state.counts, self._state.totals, layer,
-            self._geometry.slice_nbytes, t.gather_words, num_warps=t.gather_warps,
+            self._host_nbytes(layer), self._geometry.slice_nbytes, t.gather_words,
+            num_warps=t.gather_warps,
         )  # fmt: skip
 
-    def hits(self, x: torch.Tensor) -> None:
-        """Compute the planned hits."""
-        self.compute(x, self._state.hits, COUNT_HITS.value)
+    def _host_nbytes(self, layer: int) -> int:
+        own = self._layers[layer].host_nbytes if self._layers else 0
+        return own or self._geometry.slice_nbytes
 
-    def fetched(self, x: torch.Tensor) -> None:
+    def hits(self, x: torch.Tensor, layer: int = 0) -> None:
+        """Compute the planned hits. ``layer`` matters where layers differ."""
+        self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer)
+
+    def fetched(self, x: torch.Tensor, layer: int = 0) -> None:
         """Compute what ``gather`` brought."""
-        self.compute(x, self._state.fetches, COUNT_FETCHES.value)
+        self.compute(x, self._state.fetches, COUNT_FETCHES.value, layer=layer)
 
     def compute(
-        self, x: torch.Tensor, entries: torch.Tensor, which: int, only: str | None = None
+        self,
+        x: torch.Tensor,
+        entries: torch.Tensor,
+        which: int,
+        only: str | None = None,
+        *,
+        layer: int = 0,
     ) -> None:
         """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
         if only != "down":
-            self._gate_up(x, entries, which)
+            if self._blocks is not None:
+                self._blocks.gate_up(layer, x, entries, which)
+            else:
+                self._gate_up(x, entries, which)
         if only != "gate_up":
-            self._down(entries, which)
+            if self._blocks is not None:
+                self._blocks.down(layer, entries, which)
+            else:
+                self._down(entries, which)
 
     def _gate_up(self, x: torch.Tensor, entries: torch.Tensor, which: int) -> None:
         g, s, t, act = self._geometry, self._state, self.tuning, self._act
@@ -194,12 +256,12 @@ class ExpertLauncher:
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         weights, scales, bias = g.gate_up
         grid = (t.gate_up_programs * self._sms,)
-        if self._mxfp4 and t.tensor_cores:
-            mma_gate_up[grid](
-                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
-                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
-                weights, scales, bias, *sizes, *gate, MMA_GATE_UP_WARPS,
-                num_warps=MMA_GATE_UP_WARPS, maxnreg=t.gate_up_registers,
+        if self._by_halves:
+            split, warps = _warps(g.hidden, t.halves_warps)
+            halves_gate_up[self._programs(entries, 2 * g.width, split, warps)](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
+                g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
+                *gate, split, warps, self._overlap, num_warps=warps, maxnreg=t.gate_up_registers,
             )  # fmt: skip
         elif self._mxfp4:
             mxfp4_gate_up[grid](
@@ -220,11 +282,13 @@ class ExpertLauncher:
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         weights, scales, bias = g.down
         grid = (t.down_programs * self._sms,)
-        if self._mxfp4 and t.tensor_cores:
-            mma_down[grid](
-                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
-                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
-                bias, *sizes, t.down_warps, num_warps=t.down_warps, maxnreg=t.down_registers,
+        if self._by_halves:
+            split, warps = _warps(g.width, t.halves_warps)
+            halves_down[self._programs(entries, g.hidden, split, warps)](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
+                g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
+                split, warps, self._overlap, num_warps=warps, maxnreg=t.down_registers,
+                launch_pdl=self._overlap,
             )  # fmt: skip
         elif self._mxfp4:
             mxfp4_down[grid](
@@ -240,6 +304,13 @@ class ExpertLauncher:
                 g.slice_nbytes, weights, bias, *sizes, _columns_at_once(g.width), BF16_TILE,
                 num_warps=4,
             )  # fmt: skip
+
+    def _programs(
+        self, entries: torch.Tensor, num_rows: int, split: int, warps: int
+    ) -> tuple[int, ...]:
+        """A program for each tile of each entry that there can be, up to ``most_programs``."""
+        tiles = -(-num_rows // (ROWS_OF_WARP * warps // split))
+        return (min(entries.shape[0] * tiles, self.tuning.most_programs * self._sms),)
 
     def await_cpu(self) -> None:
         """Wait for the CPU's answer to this layer's request, if there is one."""
@@ -258,7 +329,8 @@ class ExpertLauncher:
         block = s.counts if s.block is None else s.block.view(torch.float32)
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
             self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
-            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS, num_warps=4,
+            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
+            self._overlap, num_warps=4, launch_pdl=self._overlap,
         )  # fmt: skip
         return out
 
@@ -268,6 +340,14 @@ def _multiprocessors(device: torch.device) -> int:
         return 1  # interpreted: more programs only take longer
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count
+
+
+def _warps(columns: int, most: int) -> tuple[int, int]:
+    """Warps that share a row's blocks, and warps of a program, for a matrix's columns."""
+    blocks, split = -(-columns // WEIGHTS_OF_SCALE), 1
+    while split < most and blocks > TILES_OF_WARP * TILE_BLOCKS.value * split:
+        split *= 2
+    return split, most
 
 
 def _power_of_two(size: int) -> int:

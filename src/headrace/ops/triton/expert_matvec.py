@@ -35,6 +35,7 @@ from headrace.ops.triton.expert_rows import (
     store_planes,
     store_words,
 )
+from headrace.ops.triton.overlap import wait_and_release
 
 
 @triton.jit
@@ -288,12 +289,14 @@ def bf16_down(
 def expert_combine(
     partial, pair_of, on_gpu, counts, block, out, AT_OUT: tl.constexpr, TOP_K: tl.constexpr,
     S: tl.constexpr, HIDDEN: tl.constexpr, HAS_CPU: tl.constexpr, COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[token] = the sum of its partial results, by place and slice, and of the CPU's row."""
     token = tl.program_id(0)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = c < HIDDEN
     acc = tl.zeros([COLS], tl.float32)
+    wait_and_release(PDL)
     for place in tl.static_range(TOP_K):
         pair = tl.load(pair_of + token * TOP_K + place)
         here = tl.load(on_gpu + pair, mask=pair >= 0, other=0)

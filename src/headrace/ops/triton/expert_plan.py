@@ -31,6 +31,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.ops.triton.overlap import wait
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 STATE_NOW = tl.constexpr(0)
@@ -95,13 +97,15 @@ def expert_plan(
     SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, SPLIT: tl.constexpr, HAS_CPU: tl.constexpr,
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, FP: tl.constexpr,
-    WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Plan one layer; one program. ids int32, weights float32 [USES]; AT_*: int32 offsets in ``block``;
     N, SP, FP, WP: USES, S, MAX_FETCH and WINDOW rounded up to powers of two; CHUNK: slots of the
     ranking looked at together."""
     i = tl.arange(0, N)
     piece = tl.arange(0, SP)[None, :]
+    # No release: early, what follows would take the registers that a fetch beside it needs.
+    wait(PDL)
     e = tl.load(ids_ptr + i, mask=i < USES, other=-1)
     weight = tl.load(weights_ptr + i, mask=i < USES, other=0.0)
     valid = e >= 0

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from headrace.ops.records import Activation
+from headrace.ops.triton.expert_blocks import scaled_tile
 from headrace.ops.triton.expert_launch import SliceGeometry
 from headrace.ops.triton.expert_rows import gated, power_of_two
 
 BLOCKS = 128  # of 32 weights, that a program unpacks
 COLS = 512  # activations of a program
+ROWS, UNPACK_COLS = 16, 256  # that a program unpacks of other formats
 
 
 @triton.jit
@@ -37,6 +39,25 @@ def _twice(code):
     m = code & 7
     value = tl.where(m < 4, m, tl.where(m < 6, 2 * m - 4, 4 * m - 16))
     return tl.where(code > 7, -value, value)
+
+
+@triton.jit
+def unpack_rows(
+    piece, out, num_rows, AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr,
+    AT_FACTORS: tl.constexpr, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    FORMAT: tl.constexpr, PAIRED: tl.constexpr, FACTORS: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out, bfloat16 [num_rows, K] = a matrix of a slice, rounded once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * COLS
+    w = scaled_tile(
+        piece, row, row < num_rows, first, AT_CODES, AT_SCALES, AT_FACTORS, CODE_STRIDE,
+        SCALE_STRIDE, FORMAT, PAIRED, FACTORS, K, ROWS, COLS,
+    )  # fmt: skip
+    k = first + tl.arange(0, COLS)
+    inside = (row < num_rows)[:, None] & (k < K)[None, :]
+    tl.store(out + row[:, None] * K + k[None, :], w.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -65,8 +86,8 @@ def slice_product(
     products of many rows do on a GPU.
     """
     g = geometry
-    gate_up = _matrix(g, piece, g.gate_up, 2 * g.width, g.hidden)
-    down = _matrix(g, piece, g.down, g.hidden, g.width)
+    gate_up = _matrix(g, piece, 0, 2 * g.width, g.hidden)
+    down = _matrix(g, piece, 1, g.hidden, g.width)
     y = x.to(torch.bfloat16) @ gate_up.T
     inner = torch.empty(x.shape[0], g.width, dtype=torch.bfloat16, device=x.device)
     bias = _floats(piece, g.gate_up[2], 2 * g.width) if g.has_bias else inner
@@ -83,12 +104,21 @@ def _floats(piece: torch.Tensor, at: int, count: int) -> torch.Tensor:
 
 
 def _matrix(
-    g: SliceGeometry, piece: torch.Tensor, at: tuple[int, int, int], rows: int, cols: int
+    g: SliceGeometry, piece: torch.Tensor, which: int, rows: int, cols: int
 ) -> torch.Tensor:
-    """bfloat16 [rows, cols]."""
-    if g.format == "bf16":
+    """bfloat16 [rows, cols]. which: 0 gate and up in turn, 1 down."""
+    at = (g.gate_up, g.down)[which]
+    place = g.places[which] if g.places else None
+    fmt = g.format if place is None else place.format
+    if fmt == "bf16":
         return piece[at[0] : at[0] + 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
     out = torch.empty(rows, cols, dtype=torch.bfloat16, device=piece.device)
+    if place is not None and fmt != "mxfp4":
+        unpack_rows[(triton.cdiv(rows, ROWS), triton.cdiv(cols, UNPACK_COLS))](
+            piece, out, rows, *at[:2], place.factors, place.code_stride, place.scale_stride, fmt,
+            which == 0, place.factor_kind, cols, ROWS, UNPACK_COLS, num_warps=4,
+        )  # fmt: skip
+        return out
     blocks = rows * cols // 32
     mxfp4_unpack[(triton.cdiv(blocks, BLOCKS),)](
         piece[at[0] :], piece[at[1] :], out, blocks, BLOCKS, num_warps=4

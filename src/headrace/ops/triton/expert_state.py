@@ -16,6 +16,7 @@ import torch
 
 from headrace.core.errors import ConfigError, InternalError
 from headrace.ops.triton.expert_plan import begin_step, expert_plan, rank_victims
+from headrace.ops.triton.overlap import can_overlap
 
 NUM_COUNTS = 8
 # After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them.
@@ -163,6 +164,7 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
     g, uses = state.geometry, ids.numel()
     size = _power_of_two(uses)
     warps = _plan_warps(size, _chunk(g.window))
+    overlap = can_overlap(ids.device)
     block = state.counts if state.block is None else state.block
     expert_plan[(1,)](
         ids, weights, state.slot_of, state.owner_of, state.counters, state.values, state.last_use,
@@ -172,8 +174,8 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
         g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
         _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
-        num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
-        enable_fp_fusion=False,
+        overlap, num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
+        enable_fp_fusion=False, launch_pdl=overlap,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.ops.triton.expert_block_launch import BlockTuning, MatrixPlace
 from headrace.ops.triton.expert_chunk import GROUPED_FORMATS, GpuAnswer, GroupedChunk
 from headrace.ops.triton.expert_launch import (
     FORMATS,
@@ -24,9 +25,11 @@ __all__ = [
     "FORMATS",
     "GROUPED_FORMATS",
     "NUM_COUNTS",
+    "BlockTuning",
     "ExpertLauncher",
     "GpuAnswer",
     "GroupedChunk",
+    "MatrixPlace",
     "PlanGeometry",
     "PlanState",
     "RequestOffsets",

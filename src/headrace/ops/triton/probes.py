@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.ops.triton.expert_plan import clock_ns
+
 
 @triton.jit
 def read_kernel(source, sums, num_words, WORDS: tl.constexpr):
@@ -48,3 +50,9 @@ def ping_kernel(seq, ack, count, most_looks):
         while (seen != value) & (looks < most_looks):
             seen = tl.load(ack, volatile=True)
             looks += 1
+
+
+@triton.jit(do_not_specialize=["at"])
+def stamp_kernel(times, at):
+    """Note the GPU's clock, in nanoseconds, in ``times[at]``."""
+    tl.store(times + at, clock_ns())

@@ -1,4 +1,4 @@
-"""Products with dense weights: few rows by our kernel, many by cuBLAS, packed ones by the reference.
+"""Products with dense weights: few rows by our kernels, many by cuBLAS, packed ones by the reference.
 
 The weights' own type is what is multiplied (activations are rounded to it), sums are float32.
 """
@@ -13,6 +13,7 @@ from headrace.formats.base import PackedTensor
 from headrace.ops.records import Activation
 from headrace.ops.reference import dense as reference
 from headrace.ops.triton.few_rows import MAX_GROUP, MAX_ROWS, gated_few, linear_few
+from headrace.ops.triton.few_rows_f32 import linear_few_f32
 
 _HALVES = ("bf16", "f16")
 _FLOATS = ("f32", *_HALVES)
@@ -27,6 +28,8 @@ def linear(
     """x W^T (+ bias) (+ residual); see ``headrace.ops.reference.dense.linear``."""
     if _few(x, (weight,)):
         return linear_few(x, (weight,), (bias,), residual)[0]
+    if weight.format == "f32" and 0 < x.shape[0] <= MAX_ROWS:
+        return linear_few_f32(x, weight, bias, residual)
     if weight.format not in _FLOATS:
         return reference.linear(x, weight, bias, residual)
     out = product(x.to(weight.parts["data"].dtype), weight)

@@ -12,6 +12,7 @@ import triton.language as tl
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import AttentionBatch, LayerKV, RopeTable
 from headrace.ops.reference import dense as reference
+from headrace.ops.triton.overlap import can_overlap, wait_and_release
 
 FLOATS = ("f32", "f16", "bf16")
 _COLUMNS = 1024  # of an embedding row that one program copies
@@ -42,13 +43,14 @@ def embed(weight: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def rmsnorm_kernel(x, weight, out, cols, eps, BLOCK: tl.constexpr):
+def rmsnorm_kernel(x, weight, out, cols, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * cols
     at = tl.arange(0, BLOCK)
     inside = at < cols
+    scale = tl.load(weight + at, mask=inside, other=0.0)
+    wait_and_release(PDL)
     value = tl.load(x + row + at, mask=inside, other=0.0)
     mean = tl.sum(value * value, 0) / cols
-    scale = tl.load(weight + at, mask=inside, other=0.0)
     value = value * (1.0 / tl.sqrt(mean + eps)) * scale
     tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
@@ -65,7 +67,10 @@ def rmsnorm(
     cols = x.shape[1]
     block = triton.next_power_of_2(cols)
     warps = min(max(block // 256, 1), 8)
-    rmsnorm_kernel[(x.shape[0],)](x, weight, out, cols, eps, BLOCK=block, num_warps=warps)
+    overlap = can_overlap(x.device)
+    rmsnorm_kernel[(x.shape[0],)](
+        x, weight, out, cols, eps, BLOCK=block, PDL=overlap, num_warps=warps, launch_pdl=overlap
+    )
     return out
 
 
@@ -147,7 +152,7 @@ def kv_append(k: torch.Tensor, v: torch.Tensor, cache: LayerKV, slots: torch.Ten
 def rope_append_kernel(
     q, k, v, cos, sin, positions, keys, values, slots, heads, kv_heads, dim, half,
     block_tokens, stride_block, stride_head,
-    INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: a query's turns in place, a key's and its value go to the cache."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -164,6 +169,7 @@ def rope_append_kernel(
     c = tl.load(cos + angle, mask=turning, other=1.0)
     s = tl.load(sin + angle, mask=turning, other=0.0)
     s = tl.where(first, -s, s)
+    wait_and_release(PDL)
     if head < heads:
         base = q + (row * heads + head) * dim
         mine = tl.load(base + at, mask=inside)
@@ -196,9 +202,11 @@ def rope_append(
     """
     rows, heads, dim = q.shape
     kv_heads, keys = k.shape[1], cache.keys
+    overlap = can_overlap(q.device)
     rope_append_kernel[(rows, heads + kv_heads)](
         q, k, v, table.cos, table.sin, batch.positions, keys, cache.values, batch.slots,
         heads, kv_heads, dim, table.cos.shape[1],
         cache.block_tokens, keys.stride(0), keys.stride(1),
-        INTERLEAVED=table.interleaved, DIM=triton.next_power_of_2(dim), num_warps=1,
+        INTERLEAVED=table.interleaved, DIM=triton.next_power_of_2(dim), PDL=overlap, num_warps=1,
+        launch_pdl=overlap,
     )  # fmt: skip

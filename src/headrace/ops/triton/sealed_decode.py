@@ -25,6 +25,7 @@ import triton.language as tl
 
 from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
+from headrace.ops.triton import sealed_decode_cuda
 from headrace.ops.triton.attention_decode import num_parts
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
@@ -249,6 +250,8 @@ def sealed_attention_decode(
     q: float32 [S, H, hd]; queries and keys are multiplied in float16 (keys are below 65,504), values of
     the row's own page in bfloat16, for its range; sums are float32. Returns float32 [S, H, hd].
     """
+    if sealed_decode_cuda.takes(q, cache):
+        return sealed_decode_cuda.decode(q, cache, batch, scale, window, sinks)
     q = q.contiguous()
     rows, heads, dim = q.shape
     page, kv_heads = cache.block_tokens, cache.key_codes.shape[1]

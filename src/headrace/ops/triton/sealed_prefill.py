@@ -19,6 +19,7 @@ import triton.language as tl
 
 from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
+from headrace.ops.triton import prefill_layout
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
 from headrace.ops.triton.sealed_append import open_of, parts_of
@@ -205,6 +206,10 @@ def sealed_attention_prefill(
     """
     q = q.contiguous()
     rows, heads, dim = q.shape
+    if prefill_layout.takes(q, batch, cache.key_codes.shape[1], cache.block_tokens):
+        from headrace.ops.triton import prefill_tma  # Gluon: only where it is used
+
+        return prefill_tma.sealed(q, cache, batch, scale, window, sinks)
     where = open_of(batch)
     num_sequences = batch.context_lens.shape[0]
     out = torch.empty_like(q)

@@ -19,6 +19,7 @@ class DecodeTuning:
     """Of split-KV decoding. tile: keys of a step where pages are not the tile (bf16, f32).
 
     max_registers: of a thread, None for the compiler's choice; more programs at a time with fewer
+    swapped: keys and values as rows of the products, query heads as columns; of plain pages only
     """
 
     tile: int
@@ -26,6 +27,7 @@ class DecodeTuning:
     num_stages: int
     max_registers: int | None
     source: str
+    swapped: bool = True
 
 
 @dataclass(frozen=True)

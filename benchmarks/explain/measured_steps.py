@@ -1,0 +1,163 @@
+"""Predicted against measured steps of one engine: what both machines' comparisons share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+
+import torch
+
+from headrace.core.request import GenerationRequest, RequestFailed, SamplingParams
+from headrace.core.step import StepStats
+from headrace.engine.engine import Engine
+from headrace.engine.expert_prediction import expert_seconds
+from headrace.engine.explaining import Watch, cached_experts, report_of
+from headrace.experts.live import LiveExperts
+from headrace.explain.kernel_rates import Predicted, predict
+from headrace.explain.running_cost import RunningModel, decode_rows
+from headrace.machine.profile import MachineProfile
+
+BAR, SUM_BAR, WATCH_BAR = 0.15, 0.03, 0.02
+WARM_UP = 4  # steps of a request that are not counted
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap
+    against the time around unwatched steps; watch_cost: of the mean step; hit_rate: that was predicted
+    with, None without experts in host memory."""
+
+    context: int
+    predicted_s: float
+    measured_s: float
+    error: float
+    sum_error: float
+    gap_share: float
+    watch_cost: float
+    hit_rate: float | None
+    predicted_classes: dict[str, float]
+    measured_classes: dict[str, float]
+
+
+def request(name: str, prompt: Sequence[int], steps: int) -> GenerationRequest:
+    """Greedy, all with one salt: from the second on the prompt is in the prefix cache."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+    return GenerationRequest(name, tuple(prompt), sampling, cache_salt="ours")
+
+
+def run(engine: Engine, wanted: GenerationRequest) -> tuple[list[StepStats], list[float]]:
+    """Run one request: its decoding steps, and the seconds around each."""
+    seen: list[StepStats] = []
+    before = engine.observe
+
+    def take(stats: StepStats) -> None:
+        seen.append(stats)
+        if before is not None:
+            before(stats)
+
+    engine.observe = take
+    engine.submit(wanted)
+    around: list[float] = []
+    while engine.has_work():
+        start = time.perf_counter()
+        for item in engine.step():
+            if isinstance(item, RequestFailed):
+                raise SystemExit(item.message)
+        around.append(time.perf_counter() - start)
+    engine.observe = before
+    steps = [i for i, stats in enumerate(seen) if stats.phase == "decode"][WARM_UP:]
+    return [seen[i] for i in steps], [around[i] for i in steps]
+
+
+def hits_of(engine: Engine) -> tuple[int, int]:
+    """Hits and look-ups of the engine's experts so far."""
+    experts = engine.parts.experts
+    assert isinstance(experts, LiveExperts)
+    counts = experts.executor.counts()
+    return counts.hits, counts.looked_up
+
+
+def prompt_of(context: int, vocab: int) -> list[int]:
+    generator = torch.Generator().manual_seed(context)
+    return torch.randint(vocab, (context,), generator=generator).tolist()
+
+
+def predicted(
+    engine: Engine, model: RunningModel, machine: MachineProfile, context: int, hits: float | None
+) -> Predicted:
+    """A step after ``context`` tokens, from the profile alone, and the hit rate seen before."""
+    cached = cached_experts(engine.parts)
+    experts = None if cached is None else expert_seconds(cached, hits or 0.0, machine)
+    return predict(model, decode_rows(1, context), machine, experts)
+
+
+def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -> Row:
+    """Warm up, predict, run unwatched, run watched, and compare."""
+    prompt = prompt_of(context, engine.info.vocab)
+    run(engine, request(f"warm-{context}", prompt, steps))
+    hits = None
+    if cached_experts(engine.parts) is not None:
+        before = hits_of(engine)
+        run(engine, request(f"count-{context}", prompt, steps))
+        after = hits_of(engine)
+        hits = (after[0] - before[0]) / max(after[1] - before[1], 1)
+    profiler = engine.watch_classes(True)
+    assert profiler is not None
+    model = profiler.model
+    engine.watch_classes(False)
+    guess = predicted(engine, model, machine, context + steps // 2, hits)
+
+    plain, around = run(engine, request(f"plain-{context}", prompt, steps))
+    watch = Watch(engine)
+    watch.start()
+    watched, _ = run(engine, request(f"watched-{context}", prompt, steps))
+    watch.stop()
+    again, around_again = run(engine, request(f"again-{context}", prompt, steps))
+    report = report_of(engine, watch, "decode", machine)
+    assert report is not None
+    times = [s.seconds for s in (*plain, *again)]
+    measured_s = median(times)
+    leaves = {row.id: row.measured_s for row in report.rows}
+    total = sum(leaves.values()) + report.gap_s
+    return Row(
+        context=context,
+        predicted_s=guess.seconds,
+        measured_s=measured_s,
+        error=guess.seconds / measured_s - 1,
+        sum_error=total / mean([*around, *around_again]) - 1,
+        gap_share=report.gap_s / report.step_s,
+        watch_cost=mean(s.seconds for s in watched) / mean(times) - 1,
+        hit_rate=hits,
+        predicted_classes=dict(guess.classes),
+        measured_classes={**leaves, "unexplained": report.gap_s},
+    )
+
+
+def middle(rows: Sequence[Row]) -> Row:
+    """The round whose error is the median, with the medians of what noise moves."""
+    ordered = sorted(rows, key=lambda row: row.error)
+    return replace(
+        ordered[len(ordered) // 2],
+        sum_error=median(row.sum_error for row in rows),
+        watch_cost=median(row.watch_cost for row in rows),
+    )
+
+
+def lines(row: Row, most: int = 10) -> list[str]:
+    """The row for people."""
+    found = [
+        f"{row.context:>6}  predicted {row.predicted_s * 1e3:8.3f} ms  measured "
+        f"{row.measured_s * 1e3:8.3f} ms  {row.error:+.1%}  sum {row.sum_error:+.1%}  gap "
+        f"{row.gap_share:+.1%}  watching {row.watch_cost:+.1%}"
+        + ("" if row.hit_rate is None else f"  hits {row.hit_rate:.1%}")
+    ]
+    names = sorted(
+        {*row.measured_classes, *row.predicted_classes},
+        key=lambda n: -max(row.measured_classes.get(n, 0.0), row.predicted_classes.get(n, 0.0)),
+    )
+    for name in names[:most]:
+        guess, seen = row.predicted_classes.get(name, 0.0), row.measured_classes.get(name, 0.0)
+        found.append(f"    {name:<34} {guess * 1e3:8.3f} {seen * 1e3:8.3f} ms")
+    return found

@@ -1,0 +1,208 @@
+"""Engines with random weights in the geometry of real models, for timing where the files cannot be taken.
+
+Kernels take the same time for any numbers. What does depend on them is which experts a token uses, so
+tokens are drawn at random: greedy output of random weights repeats itself, and repeats hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.residency import geometry as geo
+from benchmarks.residency.model import spec as gpt_oss_spec
+from headrace.checkpoint.open import open_checkpoint
+from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
+from headrace.core.status import EngineInfo
+from headrace.core.step import StepOutput
+from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.engine import Engine
+from headrace.engine.parts import EngineParts
+from headrace.engine.scheduler import SchedulerConfig
+from headrace.experts.building import make_executor
+from headrace.experts.executor import ExecutorShape, HybridExecutor
+from headrace.experts.live import LiveExperts
+from headrace.experts.rates import RateTracker
+from headrace.experts.split import PathRates
+from headrace.experts.store import HostStore
+from headrace.formats.base import PackedTensor
+from headrace.kv.storage import allocate_kv
+from headrace.layers.attention import Attention, AttentionShape, AttentionWeights
+from headrace.layers.dense import DenseFeedForward
+from headrace.layers.linear import Linear
+from headrace.layers.moe import Mixture, MixtureExecutor
+from headrace.layers.norm import Norm
+from headrace.layers.rope import build_rope_table
+from headrace.layers.router import Router
+from headrace.machine.device import Device
+from headrace.models.decoder import Decoder, DecoderLayer
+from headrace.ops.records import Activation, LayerCache
+from headrace.ops.registry import OpSet, resolve
+from headrace.text.tokenizer import load_tokenizer
+
+BLOCK_TOKENS = 16
+CHUNK = 8192
+
+
+def smollm2_spec(layers: int = 30) -> ModelSpec:
+    """SmolLM2-135M (config.json of the published model)."""
+    return ModelSpec(
+        family="llama", hidden=576, num_heads=9, num_kv_heads=3, head_dim=64, vocab=49_152,
+        intermediate=1536, norm_eps=1e-5, rope=RopeSpec(100_000.0, 64), max_context=8192,
+        tie_embeddings=True, layers=tuple(LayerSpec(None, False) for _ in range(layers)),
+    )  # fmt: skip
+
+
+class Later:
+    """Stands in an executor's place until memory is known."""
+
+    def __init__(self) -> None:
+        self.target: Any = None
+
+    def __call__(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self.target(layer, x, ids, weights)
+
+
+def build(
+    of: ModelSpec, ops: OpSet, device: Device, executor: MixtureExecutor | None, context: int
+) -> Decoder:
+    """Matrices are bfloat16 with deviation 1 / sqrt(columns); routers are float32."""
+    target = device.torch_device
+    generator = torch.Generator(target).manual_seed(3)
+
+    def matrix(rows: int, cols: int) -> PackedTensor:
+        data = torch.empty(rows, cols, dtype=torch.bfloat16, device=target)
+        data.normal_(0.0, cols**-0.5, generator=generator)
+        return PackedTensor("bf16", (rows, cols), {"data": data})
+
+    def vector(size: int, scale: float = 0.1) -> torch.Tensor:
+        return torch.randn(size, device=target, generator=generator) * scale
+
+    def norm() -> Norm:
+        return Norm(ops, torch.ones(of.hidden, device=target), of.norm_eps)
+
+    def mixture(index: int) -> Mixture:
+        assert of.moe is not None
+        assert executor is not None
+        rows = torch.randn(of.moe.num_experts, of.hidden, device=target, generator=generator)
+        packed = PackedTensor("f32", tuple(rows.shape), {"data": rows * of.hidden**-0.5})
+        linear = Linear(ops, packed, vector(of.moe.num_experts))
+        return Mixture(index, index, Router(ops, linear, of.moe), executor)
+
+    table = build_rope_table(of.rope, context, device=target)
+    queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
+    layers: list[DecoderLayer] = []
+    for index, layer in enumerate(of.layers):
+        biases = (vector(n) for n in (queries, keys, keys, of.hidden)) if of.qkv_bias else ()
+        weights = AttentionWeights(
+            matrix(queries, of.hidden), matrix(keys, of.hidden), matrix(keys, of.hidden),
+            matrix(of.hidden, queries), *biases,
+            sinks=vector(of.num_heads, 1.0) if of.sinks else None,
+        )  # fmt: skip
+        shape = AttentionShape(of.num_heads, of.num_kv_heads, of.head_dim, layer.window)
+        feed_forward = (
+            mixture(index)
+            if layer.moe
+            else DenseFeedForward(
+                ops, matrix(of.intermediate, of.hidden), matrix(of.intermediate, of.hidden),
+                matrix(of.hidden, of.intermediate), Activation(of.activation),
+            )
+        )  # fmt: skip
+        attention = Attention(ops, weights, shape, table, of.norm_eps)
+        layers.append(DecoderLayer(ops, norm(), attention, norm(), feed_forward))
+    if of.tie_embeddings:
+        embed = head = matrix(of.vocab, of.hidden)
+    else:  # a step needs a row of it: it stays in host memory, as the loader leaves it
+        head = matrix(of.vocab, of.hidden)
+        rows = device.pinned(of.vocab, of.hidden, dtype=torch.bfloat16)
+        rows.copy_(head.parts["data"])
+        embed = PackedTensor("bf16", (of.vocab, of.hidden), {"data": rows})
+    return Decoder(of, ops, embed, layers, norm(), head, context)
+
+
+class _Texts:
+    """The embedded model's tokenizer for a larger vocabulary."""
+
+    def __init__(self, vocab: int) -> None:
+        self._inner = load_tokenizer(open_checkpoint("tiny").text)
+        self.vocab_size = vocab
+
+    def token_bytes(self, token_id: int, **options: Any) -> bytes:
+        return self._inner.token_bytes(token_id % self._inner.vocab_size, **options)
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def expert_runtime(
+    device: Device, store: HostStore, placement: Any, slots: int, rates: PathRates, threads: int
+) -> tuple[HybridExecutor, LiveExperts]:
+    """The executor and what drives it between steps, as the engine makes them."""
+    shape = ExecutorShape(placement, 1, geo.TOP_K, slots)
+    executor = make_executor(
+        device, store, shape, Activation("swiglu_clamped"), threads=threads,
+        cpus=tuple(range(1, threads + 1)), rates=rates,
+    )  # fmt: skip
+    return executor, LiveExperts(executor, RateTracker(rates))
+
+
+def engine_of(
+    name: str,
+    of: ModelSpec,
+    decoder: Decoder,
+    device: Device,
+    context: int,
+    runtime: LiveExperts | None = None,
+    threads: int = 1,
+    kv: Sequence[LayerCache] | None = None,
+) -> Engine:
+    """An engine of one sequence around ``decoder``, its steps captured."""
+    blocks = -(-context // BLOCK_TOKENS)
+    kv = kv or allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
+    graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=context)
+    if runtime is not None:
+        runtime.executor.step_begins(1)
+    graphs.capture()
+    info = EngineInfo(
+        model=name, family=of.family, context=context, vocab=of.vocab, weights_nbytes=0,
+        kv_nbytes=0, kv_format="bf16", block_tokens=BLOCK_TOKENS, threads=threads,
+        backends=decoder.ops.describe(), choices=(), load_s=0.0,
+    )  # fmt: skip
+    limits = SchedulerConfig(
+        num_blocks=blocks, block_tokens=BLOCK_TOKENS, context=context,
+        max_batch_tokens=CHUNK, max_num_seqs=1,
+    )  # fmt: skip
+    texts: Any = _Texts(of.vocab)
+    return Engine(EngineParts(decoder, kv, texts, limits, info, device, graphs, runtime))
+
+
+def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
+    """Let the engine's steps yield random tokens instead of the model's own."""
+    runner: Any = engine._runner  # the seam that a benchmark needs and a product does not
+    compute = runner.compute
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*args: Any) -> StepOutput:
+        output: StepOutput = compute(*args)
+        ids = torch.randint(vocab, (len(output.sampled),), generator=generator).tolist()
+        sampled = tuple(replace(s, token_id=i) for s, i in zip(output.sampled, ids, strict=True))
+        return replace(output, sampled=sampled)
+
+    runner.compute = drawn
+
+
+def decoder_ops(device: Device) -> OpSet:
+    """The operations that the device's engine would take."""
+    return resolve(device.backends)
+
+
+__all__ = ["Later", "build", "decoder_ops", "draw_tokens", "engine_of", "expert_runtime",
+           "gpt_oss_spec", "smollm2_spec"]  # fmt: skip

@@ -1,0 +1,241 @@
+"""Experts on both paths of a real GPU, through whole answers: cache, counters, rates, promotion, faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.core.config import EngineConfig
+from headrace.engine.engine import Engine
+from headrace.experts.live import LiveExperts
+from headrace.experts.rates import RateTracker
+from headrace.experts.split import PathRates
+from headrace.ops.expert_records import ServiceFault
+from tests.fixtures.cpu_cases import needs_native
+from tests.fixtures.expert_checks import agreement, answers, ask, check_cache, live_of
+from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
+from tests.fixtures.toy import write_gpt_oss
+from tests.fixtures.toy_engine import Answer, drain
+from tests.fixtures.toy_gpt_oss import GptOssSize
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs_native,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SIZE = GptOssSize(layers=4, experts=16, hidden=128, intermediate=192)
+TOP_K = 2  # of the toy
+TOKENS = 200
+LONG = [(7 * i) % 250 for i in range(20)]  # more than a decoding step takes: a prompt's path
+# Logits of placements differ by some 1e-4 of their range: two tokens closer than this may change places.
+NEAR_TIE = 0.02
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt_oss(tmp_path_factory.mktemp("experts") / "toy", size=SIZE).path
+
+
+@contextmanager
+def loaded(model: Path, experts: str, slots: int | None = None, **changes) -> Iterator[Engine]:
+    config = EngineConfig(
+        str(model), context=512, device="cuda", dense_format="f32", experts=experts,
+        expert_slots=slots, vram_budget_nbytes=4 * 2**30, threads=2, **changes,
+    )  # fmt: skip
+    engine = Engine.load(config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def on_cpu(model: Path) -> list[Answer]:
+    """Every expert on the CPU: what all placements have to say, of both prompts."""
+    with loaded(model, "cpu") as engine:
+        return [answers(engine, [prompt], TOKENS)[0] for prompt in (LONG, LONG[:3])]
+
+
+def close_to(found: Answer, expected: Answer) -> None:
+    """The same tokens, but for what follows a near tie."""
+    same = agreement(found, expected)
+    assert same.gap is None or same.gap < NEAR_TIE, same
+    assert same.tokens >= 20, same
+
+
+PLACES = {"hybrid": 60, "stream": 60, "thrashing": 7, "gpu": None}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_long_answers_of_every_placement(model: Path, on_cpu: list[Answer], name: str):
+    """200 tokens, one sequence: tokens as on the CPU alone, tables consistent, every slice counted."""
+    mode = "hybrid" if name == "thrashing" else name
+    with loaded(model, mode, PLACES[name]) as engine:
+        live = live_of(engine)
+        x = live.executor
+        s, nbytes = x.plan_shape, x.store.layout.slice_nbytes
+        before, seen = x.counts(), engine.snapshot().experts
+        assert seen is not None
+        (found,) = answers(engine, [LONG], TOKENS)
+        close_to(found, on_cpu[0])
+        used = check_cache(x)
+        assert used <= s.num_slots
+        now, after = x.counts(), engine.snapshot().experts
+        assert after is not None
+        # The prompt's last row gives the first token; the others are steps of one row each.
+        steps = TOKENS - 1
+        assert now.layers - before.layers == steps * s.num_layers
+        looked_up = now.looked_up - before.looked_up
+        assert looked_up == steps * s.num_layers * TOP_K * s.num_slices
+        assert after.lookups_total - seen.lookups_total == looked_up
+        assert after.hits_total - seen.hits_total == now.hits - before.hits
+        assert now.admitted - before.admitted <= now.fetched - before.fetched
+        moved = {k: after.bytes_total[k] - seen.bytes_total[k] for k in after.bytes_total}
+        assert moved["fetched"] == (now.fetched - before.fetched) * nbytes
+        assert moved["computed"] >= (now.computed - before.computed) * nbytes
+        assert (now.fetch_s > before.fetch_s) == (now.fetched > before.fetched)
+        assert 0 <= after.stalls_total <= now.layers
+        assert after.stall_seconds_total >= 0
+        assert after.restarts_total == 0
+        assert after.slots_used == used
+        if mode == "gpu":
+            assert now.hits - before.hits == looked_up
+        if mode == "stream":
+            assert now.computed == before.computed
+        if mode == "hybrid":
+            assert len(after.split) == x.shape.max_missing(x.store) + 1
+            assert all(0 <= q <= m for m, q in enumerate(after.split))
+            assert all(rate > 0 for rate in after.rates_gbps.values())
+
+
+def test_several_answers_at_once(model: Path, on_cpu: list[Answer]):
+    """Three sequences run in a graph of four: the padding asks for no expert."""
+    with loaded(model, "hybrid", 60) as engine:
+        x = live_of(engine).executor
+        first = answers(engine, [LONG, LONG[:3], LONG], TOKENS)
+        close_to(first[0], on_cpu[0])
+        close_to(first[1], on_cpu[1])
+        assert first[0].token_ids == first[2].token_ids
+        check_cache(x)
+        before = x.counts()
+        answers(engine, [LONG] * 3, 60)  # the prompt is known by now: all three move as one
+        now = x.counts()
+        layers = now.layers - before.layers
+        s = x.plan_shape
+        # Rows of one token share their experts; with a row of padding there would be more.
+        assert now.looked_up - before.looked_up <= layers * TOP_K * s.num_slices
+        check_cache(x)
+
+
+def test_rates_follow_what_steps_measure(model: Path):
+    """Everything that misses comes over PCIe: the estimate is bytes over seconds of the last steps."""
+    with loaded(model, "stream", 30) as engine:
+        live = live_of(engine)
+        assert live.tracker is not None
+        answers(engine, [LONG], 60)
+        before = live.executor.counts()
+        answers(engine, [LONG], 60)
+        now = live.executor.counts()
+        slices, seconds = now.fetched - before.fetched, now.fetch_s - before.fetch_s
+        assert slices > 0
+        measured = slices * live.executor.store.layout.slice_nbytes / seconds / 1e9
+        rates = live.tracker.rates
+        estimate = rates.pcie_alone_gbps or rates.pcie_gbps
+        assert measured / 2 < estimate < 2 * measured
+
+
+def test_a_faster_path_gets_more_of_the_misses(model: Path):
+    """The table that the plan reads is written anew while graphs stay as they are."""
+    with loaded(model, "hybrid", 30) as engine:
+        live = live_of(engine)
+        x = live.executor
+        assert live.tracker is not None
+        base = replace(live.tracker.base, pcie_alone_gbps=None, cpu_alone_gbps=None)
+        live.tracker = None  # nothing changes the split meanwhile
+        counted: list[tuple[int, int]] = []
+        for pcie, cpu in ((1000.0, 0.001), (0.001, 1000.0)):
+            x.set_rates(replace(base, pcie_gbps=pcie, cpu_gbps=cpu))
+            before = x.counts()
+            answers(engine, [LONG], 40)
+            now = x.counts()
+            counted.append((now.fetched - before.fetched, now.computed - before.computed))
+            check_cache(x)
+        assert counted[0][0] > 0
+        assert counted[0][1] == 0
+        assert counted[1][0] == 0
+        assert counted[1][1] > 0
+
+
+def _slow_link(live: LiveExperts) -> PathRates:
+    """Rates by which nothing is ever fetched on demand, and idle time carries a slice in a few steps."""
+    nbytes = live.executor.store.layout.slice_nbytes
+    return PathRates(pcie_gbps=0.01, cpu_gbps=20.0, slice_nbytes=nbytes)
+
+
+def test_promotion_fills_empty_slots_while_nothing_is_fetched(model: Path, on_cpu: list[Answer]):
+    with loaded(model, "hybrid", 60) as engine:
+        live = live_of(engine)
+        x = live.executor
+        x.paths.fill([])
+        assert x.paths.slots_used() == 0
+        live.tracker = RateTracker(_slow_link(live))
+        x.set_rates(live.tracker.rates)
+        live.tracker.new_table(live._most)
+        before = x.counts()
+        (found,) = answers(engine, [LONG], TOKENS)
+        close_to(found, on_cpu[0])
+        now = x.counts()
+        assert now.fetched == before.fetched
+        promoter = live._promoter
+        assert promoter is not None
+        assert promoter.promoted >= x.paths.slots_used() > 0
+        assert promoter.nbytes >= promoter.promoted * x.store.layout.slice_nbytes
+        assert now.hits > before.hits
+        check_cache(x)
+
+
+@pytest.mark.parametrize("fault", [ServiceFault.DIE, ServiceFault.FAIL])
+def test_a_dead_cpu_thread_fails_its_request_and_is_replaced(
+    model: Path, on_cpu: list[Answer], fault: ServiceFault
+):
+    with loaded(model, "cpu") as engine:
+        x = live_of(engine).executor
+        assert x.service is not None
+        engine.submit(ask("lost", LONG, TOKENS))
+        for _ in range(5):
+            engine.step()
+        x.service.inject(fault, 0)
+        done = drain(engine)
+        assert set(done.failed) == {"lost"}
+        assert "experts on the CPU" in done.failed["lost"].message
+        (found,) = answers(engine, [LONG], 60)
+        assert found.token_ids == on_cpu[0].token_ids[:60]
+        seen = engine.snapshot().experts
+        assert seen is not None
+        assert seen.restarts_total == 1
+        assert seen.stalls_total > 0
+        assert seen.stall_seconds_total > 0
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "nvfp4k-fp8v"])
+def test_sealed_pages_beside_experts_on_both_paths(model: Path, kv_format: str):
+    """Sealing inside the graphs, shared beginnings and preemption, experts wherever they are."""
+    changes = {"kv_format": kv_format, "block_tokens": 16}
+    prompts = [LONG * 3, LONG * 3 + [9], LONG[:5]]
+    with loaded(model, "cpu", **changes) as engine:
+        expected = answers(engine, prompts, 120)
+    with loaded(model, "hybrid", 60, kv_tokens=400, **changes) as engine:
+        assert engine._runner._graphs is not None
+        found = answers(engine, prompts, 120)
+        for a, b in zip(found, expected, strict=True):
+            close_to(a, b)
+        again = answers(engine, prompts, 120)
+        assert engine.snapshot().prefix_hit_tokens_total > 0
+        for a, b in zip(again, expected, strict=True):
+            close_to(a, b)
+        check_cache(live_of(engine).executor)

@@ -1,0 +1,132 @@
+"""Marks between the kernels of replayed steps: what they count, and that nothing is left behind.
+
+On the host, whose graphs run the same work again; marks take its clock.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import headrace.engine.gpu_profiler as gpu_profiler
+from headrace.checkpoint.open import open_checkpoint
+from headrace.core.request import GenerationRequest, SamplingParams
+from headrace.core.status import EngineInfo
+from headrace.core.step import StepStats
+from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.engine import Engine
+from headrace.engine.explaining import Watch
+from headrace.engine.gpu_profiler import GpuStepProfiler
+from headrace.engine.parts import EngineParts
+from headrace.engine.scheduler import SchedulerConfig
+from headrace.explain import leaf
+from headrace.kv.storage import allocate_kv
+from headrace.machine.device import HostDevice
+from headrace.models.loader import load_model
+from headrace.ops.registry import BLOCKS, OpSet, resolve
+from headrace.text.tokenizer import load_tokenizer
+
+STEPS, CONTEXT, BLOCK_TOKENS = 6, 64, 16
+
+
+class HostMarks:
+    """``ops.measure.Marks`` by the host's clock."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def begin(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def point(self) -> None:
+        self.times.append(time.perf_counter())
+
+    def seconds(self, count: int) -> list[float]:
+        return [b - a for a, b in zip(self.times[:count], self.times[1:])]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, graphs: bool):
+    """The embedded model, operation by operation, and its profiler."""
+    device, checkpoint = HostDevice(), open_checkpoint("tiny")
+    chosen = resolve(("reference",)).chosen
+    ops = OpSet({name: op for name, op in chosen.items() if name not in BLOCKS})
+    decoder = load_model(checkpoint, ops, device, max_positions=CONTEXT)
+    blocks = CONTEXT // BLOCK_TOKENS
+    kv = allocate_kv(checkpoint.spec, blocks + 1, BLOCK_TOKENS, "f32", device.torch_device)
+    captured = None
+    if graphs:
+        captured = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT)
+        captured.capture()
+    info = EngineInfo(
+        "tiny", "llama", CONTEXT, decoder.spec.vocab, 0, 0, "f32", BLOCK_TOKENS, 1, {}, (), 0.0
+    )
+    limits = SchedulerConfig(blocks, BLOCK_TOKENS, CONTEXT, CONTEXT, 1, prefix_cache=False)
+    tokenizer = load_tokenizer(checkpoint.text)
+    engine = Engine(EngineParts(decoder, kv, tokenizer, limits, info, device, captured))
+    profiler = GpuStepProfiler(decoder, "f32", BLOCK_TOKENS, HostMarks(), captured, device=device)
+    monkeypatch.setattr("headrace.engine.engine.make_profiler", lambda _: profiler)
+    return engine, profiler
+
+
+def run(engine) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    engine.submit(GenerationRequest("one", (1, 2, 3), sampling))
+    ids: list[int] = []
+    while engine.has_work():
+        for item in engine.step():
+            ids += item.token_ids
+    return ids
+
+
+def test_one_replayed_step_is_marked_and_all_give_the_same_tokens(monkeypatch):
+    engine, profiler = watched(monkeypatch, graphs=True)
+    plain = run(engine)
+    watch = Watch(engine)
+    watch.start()
+    assert run(engine) == plain
+    watch.stop()
+    decode = [one for one in watch.steps if one.stats.phase == "decode"]
+    assert [one.slowed for one in decode] == [i == gpu_profiler.FIRST for i in range(STEPS - 1)]
+    layers = profiler.model.spec.num_layers
+    marked: StepStats = decode[gpu_profiler.FIRST].stats
+    calls = {c.id: c.calls for c in marked.classes}
+    assert calls[leaf.QKV] == calls[leaf.ATTENTION_DECODE] == layers
+    assert calls[leaf.RMSNORM] == 2 * layers + 1
+    assert calls[leaf.LM_HEAD] == calls[leaf.SAMPLING] == calls[leaf.EMBED] == 1
+    gpu = (leaf.QKV, leaf.LM_HEAD, leaf.RMSNORM)
+    assert all(c.seconds > 0 for c in marked.classes if c.id in gpu)
+    # What is not marked says what the host did, and no more.
+    assert {c.id for c in decode[0].stats.classes} == {leaf.SCHEDULE, leaf.DETOKENIZE}
+    # Marked kernels and the host's part of the step fill it.
+    assert sum(c.seconds for c in marked.classes) <= marked.seconds
+    sample = watch.sample("decode")
+    assert sample is not None
+    assert len(sample.slowed) == 1
+    assert len(sample.stats) == STEPS - 1 - 2 - 1
+
+
+def test_launched_steps_are_all_marked(monkeypatch):
+    engine, profiler = watched(monkeypatch, graphs=False)
+    watch = Watch(engine)
+    watch.start()
+    run(engine)
+    watch.stop()
+    layers = profiler.model.spec.num_layers
+    for one in watch.steps:
+        calls = {c.id: c.calls for c in one.stats.classes}
+        name = leaf.ATTENTION_DECODE if one.stats.phase == "decode" else leaf.ATTENTION_PREFILL
+        assert calls[name] == layers
+        assert not one.slowed
+
+
+def test_nothing_is_left_behind(monkeypatch):
+    engine, profiler = watched(monkeypatch, graphs=True)
+    before = {name: getattr(profiler.ops, name) for name in profiler.ops.chosen}
+    recordings = dict(engine.parts.graphs._graphs)
+    watch = Watch(engine)
+    watch.start()
+    run(engine)
+    watch.stop()
+    assert {name: getattr(profiler.ops, name) for name in profiler.ops.chosen} == before
+    assert engine.parts.graphs._graphs == recordings
