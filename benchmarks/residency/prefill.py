@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.residency import decode, model
+from benchmarks.residency import decode, decoding, model
 from benchmarks.residency import geometry as geo
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
@@ -166,7 +166,7 @@ def main() -> None:
     free_before = device.memory().free_nbytes + decode.CONTEXT_NBYTES
     layout = geo.layout(num_slices=options.slices)
     store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
-    later = decode.Later()
+    later = decoding.Later()
     of = model.spec(options.layers)
     decoder = model.build(of, resolve(device.backends), device, later)
     blocks = 2 * LONGEST // BLOCK_TOKENS

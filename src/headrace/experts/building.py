@@ -69,7 +69,7 @@ def make_executor(
     """The executor, its slots filled and its CPU service running.
 
     Args:
-        shape: ``num_slots`` includes the transit slots, which are taken from it.
+        shape: ``num_slots`` includes the slots of transit and prefetches, which are taken from it.
         threads, cpus: of the CPU service.
         rates: of both paths, for the first split; only ``hybrid`` needs them.
     """
@@ -78,8 +78,9 @@ def make_executor(
     unpinned = not device.reads_pageable and not all(map(store.pinned, range(store.num_layers)))
     with_cpu = shape.placement in ("cpu", "hybrid") or (shape.placement == "stream" and unpinned)
     if shape.placement != "gpu":
-        transit = shape.plan_shape(store).max_fetch
-        shape = replace(shape, num_slots=max(shape.num_slots - transit, 0))
+        made = shape.plan_shape(store)
+        passing = made.max_fetch + 2 * made.max_prefetch
+        shape = replace(shape, num_slots=max(shape.num_slots - passing, 0))
     fields = request_block(
         max_tokens=max(MAX_CPU_TOKENS, shape.max_tokens),
         top_k=shape.top_k,

@@ -15,7 +15,7 @@ import torch
 
 from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
-from headrace.experts.chunk import ChunkCompute, SliceChunk, SliceProduct
+from headrace.experts.chunk import ChunkCompute, SliceChunk
 from headrace.experts.cpu_share import Answer
 from headrace.experts.lending import lend
 from headrace.experts.paths import CacheView, ExpertCounts
@@ -25,6 +25,7 @@ from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
 from headrace.ops import registry
+from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation
 
 _WORD = 4  # bytes of an int32
@@ -69,19 +70,25 @@ class GpuPaths:
             max_tokens=max_tokens or fields.max_tokens,
             top_k=top_k,
             request=tuple(offset // _WORD for offset in at),
+            max_prefetch=shape.max_prefetch,
+            slice_nbytes=store.layout.slice_nbytes,
+            prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
         self.state: Any = kernels.new_plan_state(geometry, constants, target, words)
-        slots = shape.num_slots + shape.max_fetch
         nbytes = store.layout.slice_nbytes
-        self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
-        bases = [store.base(layer) for layer in range(store.num_layers)]
+        self.arena = torch.empty(max(shape.all_slots, 1) * nbytes, dtype=torch.uint8, device=target)
+        addresses = [store.base(layer) for layer in range(store.num_layers)]
+        bases = torch.tensor(addresses, dtype=torch.int64, device=target)
+        self._ahead: Any = kernels.PrefetchLauncher(
+            self.state, self.arena, bases, [layout.slice_nbytes for layout in store.layouts]
+        )
         self.launcher: Any = kernels.ExpertLauncher(
             geometry_of(kernels, store.layout, nbytes),
             self.state,
             self.arena,
-            torch.tensor(bases, dtype=torch.int64, device=target),
+            bases,
             act,
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
@@ -96,6 +103,17 @@ class GpuPaths:
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
+
+    def can_foresee(self, router: RouterView) -> bool:
+        return router.weight.format in self._kernels.ROUTER_FORMATS
+
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        return self._ahead.guess(x, router)
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
+    ) -> None:
+        self._ahead.prefetch(layer, guessed, top_k, valid)
 
     def prepare(self, x: torch.Tensor) -> None:
         self.launcher.prepare(x)
@@ -146,7 +164,8 @@ class GpuPaths:
         """Waits for the GPU. The CPU's own figures are its service's."""
         totals: list[int] = self.state.totals.tolist()
         hits, fetched, computed, layers, _, admitted, *_ = totals
-        fetch_ns, stalls, stall_ns = totals[self._kernels.NUM_COUNTS :]
+        fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
+        chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(
             hits,
             fetched,
@@ -156,6 +175,9 @@ class GpuPaths:
             fetch_s=fetch_ns / NANO,
             stalls=stalls,
             stall_s=stall_ns / NANO,
+            prefetched_nbytes=sent * chunk,
+            ahead_nbytes=used * chunk,
+            prefetch_s=sent_ns / NANO,
         )
 
     def view(self) -> CacheView:
@@ -205,23 +227,18 @@ class GpuPaths:
             [(s, first + old if old >= 0 else old, first + new) for s, old, new in changes]
         )
 
-    def product(self, act: Activation) -> SliceProduct:
-        """Computes a slice for many tokens, by matrix products in bfloat16."""
-        kernels, nbytes = self._kernels, self._store.layout.slice_nbytes
-        layers = [geometry_of(kernels, layout, nbytes) for layout in self._store.layouts]
+    def chunk(self, act: Activation) -> ChunkCompute:
+        """Computes prompt chunks, by matrix products in bfloat16."""
+        kernels, widest, layouts = self._kernels, self._store.layout, self._store.layouts
+        layers = [geometry_of(kernels, layout, widest.slice_nbytes) for layout in layouts]
+        formats = {fmt for layout in layouts for fmt in (layout.format, layout.down_format)}
+        if len(formats) == 1 and formats <= set(kernels.GROUPED_FORMATS):
+            return kernels.GroupedChunk(layers[0], self.state, self.arena, act)
 
         def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return kernels.slice_product(layers[layer], piece, x, act)
 
-        return product
-
-    def chunk(self, act: Activation) -> ChunkCompute:
-        """Computes prompt chunks, many slices at a time where all are of one format that allows it."""
-        kernels, layout = self._kernels, self._store.layout
-        formats = {fmt for one in self._store.layouts for fmt in (one.format, one.down_format)}
-        if len(formats) == 1 and formats <= set(kernels.GROUPED_FORMATS):
-            return kernels.GroupedChunk(geometry_of(kernels, layout), self.state, self.arena, act)
-        return SliceChunk(self, self.product(act), layout.num_slices)
+        return SliceChunk(self, product, widest.num_slices)
 
     def answer(self) -> Answer | None:
         """Adds the CPU's answer to a prompt chunk, on the GPU."""
