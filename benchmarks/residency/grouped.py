@@ -136,7 +136,7 @@ def check(store: HostStore, paths: GpuPaths, say: Any) -> None:
     work = entries(store.layout)
     streaming = make(store, 100)
     streaming.fill(list(range(100)))
-    for tokens in (17, 64, 600, 2048):
+    for tokens in (17, 64, 600, 2048, 8192):
         inputs = routed(tokens)
         chunk = paths.chunk(ACT)
         found, want = run(chunk, inputs, work), float64(store, *inputs)
@@ -150,7 +150,7 @@ def check(store: HostStore, paths: GpuPaths, say: Any) -> None:
             {
                 "error": float((found - want).abs().max() / largest),
                 "l2": float((found - want).norm() / want.norm()),
-                "same_bits": bool(torch.equal(found, run(chunk, inputs, work))),
+                "same_bits": all(torch.equal(found, run(chunk, inputs, work)) for _ in range(5)),
                 "streamed": [float((s - found).abs().max() / largest) for s in streamed],
                 "fetched": prefill.fetched,
                 "hit": prefill.hit,

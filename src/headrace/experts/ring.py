@@ -131,9 +131,13 @@ class ChunkRing:
     def _copy(self, chunk: RingChunk) -> None:
         source = self._store.tensor(chunk.layer).flatten(0, 1)
         target = self._slots[chunk.place * self.size :]
+        nbytes = source.shape[1]
         for at, key, count in runs(chunk.keys):
-            to = target[at : at + count, : source.shape[1]]  # slots may be longer than the slices
-            to.copy_(source[key : key + count], non_blocking=True)
+            if nbytes == target.shape[1]:
+                target[at : at + count].copy_(source[key : key + count], non_blocking=True)
+                continue
+            for i in range(count):  # slices of this layer are shorter than slots
+                target[at + i, :nbytes].copy_(source[key + i], non_blocking=True)
 
 
 def runs(keys: Sequence[int] | Keys) -> list[tuple[int, int, int]]:

@@ -67,7 +67,9 @@ def _packed_dot(
         mask=ok[:, None] & (b < K // BLOCK)[None, :], other=0,
     )  # fmt: skip
     low, high = _unpacked(codes, e, ROWS, BYTES)
-    return tl.dot(high, x1, tl.dot(low, x0, acc))
+    # A sum of its own, so that it is waited for before the registers of these weights are used again: with
+    # ``acc`` in the products Triton 3.6 leaves the last one running into the next step (H200: NaN).
+    return acc + tl.dot(high, x1, tl.dot(low, x0))
 
 
 @triton.jit
@@ -187,6 +189,7 @@ def grouped_down(
                 for at in range(0, WIDTH, COLS):
                     value = _columns(inner, at, there, WIDTH, COLS)
                     acc = _plain_dot(acc, base, AT_CODES, row, ok, at, value, WIDTH, COLS)
+            tl.debug_barrier()  # the next slice's loads overwrite what other warps still read
         if PACKED:
             acc *= UNSCALE
         if HAS_BIAS:
