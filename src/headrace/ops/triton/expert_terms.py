@@ -160,30 +160,44 @@ def _floats(at):
     return tl.load(at).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def q8_0_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
-    """float32 [ROWS, 8]: what 128 columns from ``first`` on add to rows of Q8_0 at [ROWS].
+# A step of a format is in two halves: what it loads of the matrix (codes, then scales), and what it adds to
+# the rows, float32 [ROWS, 8], from that and the terms. ``terms_rows`` loads ahead of what it computes.
 
-    Columns past the row's end read what follows it, and count nothing: their scales are zeros.
-    """
+
+@triton.jit
+def q8_0_load(codes, scales, first, ok, K: tl.constexpr):
+    """128 columns of Q8_0; past the row's end there are zeros."""
     k = first // 4 + tl.arange(0, 32)[None, :]
-    w0, w1, w2, w3 = _quads(_words(codes[:, None] + k, ok[:, None] & (k < K // 4)), ROWS, 8)
+    pair = first // 64 + tl.arange(0, 2)[None, :, None]
+    w = _words(codes[:, None] + k, ok[:, None] & (k < K // 4))
+    d = _words(scales[:, None, None] + pair, ok[:, None, None] & (pair < K // 64))
+    return w, d
+
+
+@triton.jit
+def q8_0_terms(w, d, terms, first, K: tl.constexpr, ROWS: tl.constexpr):
+    k = first // 4 + tl.arange(0, 32)[None, :]
+    w0, w1, w2, w3 = _quads(w, ROWS, 8)
     value = _times(w0, w1, w2, w3, terms + k, k < K // 4, K, True)
-    pair = tl.arange(0, 2)[None, :, None]
-    there = first // 64 + pair < K // 64
-    d = _words(scales[:, None, None] + first // 64 + pair, ok[:, None, None] & there)
-    b = tl.arange(0, 4)[None, :, None]
     d = tl.reshape(_halves(d, tl.arange(0, 2)[None, None, :]), [ROWS, 4, 1])
-    unit = _floats(terms + K // 2 + K // 16 + tl.minimum(first // 32 + b, K // 32 - 1))
+    b = tl.minimum(first // 32 + tl.arange(0, 4)[None, :, None], K // 32 - 1)
+    unit = _floats(terms + K // 2 + K // 16 + b)
     total = tl.reshape(value.to(tl.float32), [ROWS, 4, 2])
     return tl.reshape(total * (d * unit), [ROWS, 8])
 
 
 @triton.jit
-def q4_0_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
-    """float32 [ROWS, 8]: the same of 256 columns of Q4_0, a block in each place."""
+def q4_0_load(codes, scales, first, ok, K: tl.constexpr):
+    """256 columns of Q4_0, a block in each place."""
+    w = _words(codes[:, None] + first // 8 + tl.arange(0, 32)[None, :], ok[:, None])
+    pair = tl.arange(0, 4)[None, :, None]
+    d = _words(scales[:, None, None] + first // 64 + pair, ok[:, None, None])
+    return w, d
+
+
+@triton.jit
+def q4_0_terms(w, d, terms, first, K: tl.constexpr, ROWS: tl.constexpr):
     k = tl.arange(0, 32)[None, :]
-    w = _words(codes[:, None] + first // 8 + k, ok[:, None])
     w0, w1, w2, w3 = _quads(w, ROWS, 8)
     at = terms + first // 4 + 8 * (k // 4) + k % 4
     value = _times(w0 & NIBBLES, w1 & NIBBLES, w2 & NIBBLES, w3 & NIBBLES, at, None, K, False)
@@ -195,29 +209,23 @@ def q4_0_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.conste
     sums = terms + K // 2 + 2 * b
     value -= 8 * (tl.load(sums) + tl.load(sums + 1))
     total = value.to(tl.float32) * _floats(terms + K // 2 + K // 16 + b)
-    pair = tl.arange(0, 4)[None, :, None]
-    d = _words(scales[:, None, None] + first // 64 + pair, ok[:, None, None])
     d = _halves(d, tl.arange(0, 2)[None, None, :])
     return tl.reshape(tl.reshape(total, [ROWS, 4, 2]) * d, [ROWS, 8])
 
 
 @triton.jit
-def _k_scaled(low, high, block, ok, terms, first, K: tl.constexpr):
+def _k_scaled(low, high, d, a, b, c, terms, first, K: tl.constexpr):
     """Products of the even and odd groups of Q4_K and Q5_K, [ROWS, 8], with their scales and minima.
 
-    Places 2h and 2h + 1 are halves of groups 2h (``low``) and 2h + 1 (``high``).
+    Places 2h and 2h + 1 are halves of groups 2h (``low``) and 2h + 1 (``high``). d, a, b, c: the block's
+    first four words.
     """
     h = tl.arange(0, 8)[None, :] // 2
-    at = block[:, None]
-    own = ok[:, None]
     shift = 16 * (h % 2)
-    a = _words(at + 1, own) >> shift
-    b = _words(at + 2, own) >> shift
-    c = _words(at + 3, own) >> shift
+    a, b, c = a >> shift, b >> shift, c >> shift
     # Two groups' six bits, a byte each.
     s = tl.where(h < 2, a & SIX_BITS, (c & 0x0F0F) | ((a >> 2) & 0x3030))
     m = tl.where(h < 2, b & SIX_BITS, ((c >> 4) & 0x0F0F) | ((b >> 2) & 0x3030))
-    d = _words(at, own)
     scale, least = _halves(d, 0), _halves(d, 1)
     units = terms + K // 2 + K // 16 + first // 32 + 2 * h
     value = low.to(tl.float32) * ((s & 255).to(tl.float32) * _floats(units))
@@ -229,18 +237,32 @@ def _k_scaled(low, high, block, ok, terms, first, K: tl.constexpr):
 
 
 @triton.jit
-def q4_k_terms(codes, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
-    """float32 [ROWS, 8]: the same of one superblock of Q4_K."""
+def _k_head(block, ok):
+    """The four words of a block of Q4_K or Q5_K before its codes: d and dmin, scales, minima, both."""
+    at, own = block[:, None], ok[:, None]
+    return _words(at, own), _words(at + 1, own), _words(at + 2, own), _words(at + 3, own)
+
+
+@triton.jit
+def q4_k_load(codes, first, ok):
+    """A superblock of Q4_K."""
     block = codes + (first // 256) * 36
+    w = _words(block[:, None] + 4 + tl.arange(0, 32)[None, :], ok[:, None])
+    d, a, b, c = _k_head(block, ok)
+    return w, d, a, b, c
+
+
+@triton.jit
+def q4_k_terms(w, d, a, b, c, terms, first, K: tl.constexpr, ROWS: tl.constexpr):
     k = tl.arange(0, 32)[None, :]
-    w0, w1, w2, w3 = _quads(_words(block[:, None] + 4 + k, ok[:, None]), ROWS, 8)
+    w0, w1, w2, w3 = _quads(w, ROWS, 8)
     at = terms + first // 4 + 16 * (k // 8) + k % 8
     low = _times(w0 & NIBBLES, w1 & NIBBLES, w2 & NIBBLES, w3 & NIBBLES, at, None, K, False)
     high = _times(
         (w0 >> 4) & NIBBLES, (w1 >> 4) & NIBBLES, (w2 >> 4) & NIBBLES, (w3 >> 4) & NIBBLES, at + 8,
         None, K, False,
     )  # fmt: skip
-    return _k_scaled(low, high, block, ok, terms, first, K)
+    return _k_scaled(low, high, d, a, b, c, terms, first, K)
 
 
 @triton.jit
@@ -250,13 +272,21 @@ def _fifth(w, bits, place):
 
 
 @triton.jit
-def q5_k_terms(codes, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
-    """float32 [ROWS, 8]: the same of one superblock of Q5_K."""
+def q5_k_load(codes, first, ok):
+    """A superblock of Q5_K; every group reads the same eight words of upper bits."""
     block = codes + (first // 256) * 44
     k = tl.arange(0, 32)[None, :]
-    w0, w1, w2, w3 = _quads(_words(block[:, None] + 12 + k, ok[:, None]), ROWS, 8)
-    # Every group reads the same eight words of upper bits.
-    b0, b1, b2, b3 = _quads(_words(block[:, None] + 4 + k % 8, ok[:, None]), ROWS, 8)
+    w = _words(block[:, None] + 12 + k, ok[:, None])
+    bits = _words(block[:, None] + 4 + k % 8, ok[:, None])
+    d, a, b, c = _k_head(block, ok)
+    return w, bits, d, a, b, c
+
+
+@triton.jit
+def q5_k_terms(w, bits, d, a, b, c, terms, first, K: tl.constexpr, ROWS: tl.constexpr):
+    k = tl.arange(0, 32)[None, :]
+    w0, w1, w2, w3 = _quads(w, ROWS, 8)
+    b0, b1, b2, b3 = _quads(bits, ROWS, 8)
     at = terms + first // 4 + 16 * (k // 8) + k % 8
     bit = 2 * (tl.arange(0, 8)[None, :] // 2)
     low = _times(
@@ -268,18 +298,30 @@ def q5_k_terms(codes, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
         _fifth(w0 >> 4, b0, bit), _fifth(w1 >> 4, b1, bit), _fifth(w2 >> 4, b2, bit),
         _fifth(w3 >> 4, b3, bit), at + 8, None, K, False,
     )  # fmt: skip
-    return _k_scaled(low, high, block, ok, terms, first, K)
+    return _k_scaled(low, high, d, a, b, c, terms, first, K)
 
 
 @triton.jit
-def q6_k_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.constexpr):
-    """float32 [ROWS, 8]: the same of one superblock of Q6_K, whose scales are apart."""
+def q6_k_load(codes, scales, first, ok):
+    """A superblock of Q6_K, whose scales are apart. Each word of upper bits twice, so that it lies beside
+    the lower ones that it belongs to; scales of neighbouring groups in two bytes: the head is not
+    aligned to more."""
     block, head = codes + (first // 256) * 48, scales + (first // 256) * 9
     k = tl.arange(0, 32)[None, :]
-    w0, w1, w2, w3 = _quads(_words(block[:, None] + k, ok[:, None]), ROWS, 8)
-    # Each word of upper bits twice, so that it lies beside the lower ones that it belongs to.
-    at = block[:, None] + 32 + 8 * (k // 16) + k % 8
-    b0, b1, b2, b3 = _quads(_words(at, ok[:, None]), ROWS, 8)
+    w = _words(block[:, None] + k, ok[:, None])
+    bits = _words(block[:, None] + 32 + 8 * (k // 16) + k % 8, ok[:, None])
+    pair, own = tl.arange(0, 4)[None, :, None], ok[:, None, None]
+    at = head[:, None, None] + 4 * (pair // 2) + pair % 2
+    s0 = tl.load(at, mask=own, other=0).to(tl.int32)
+    s1 = tl.load(at + 2, mask=own, other=0).to(tl.int32)
+    return w, bits, s0, s1, _half((head + 8)[:, None, None], own)
+
+
+@triton.jit
+def q6_k_terms(w, bits, s0, s1, d, terms, first, K: tl.constexpr, ROWS: tl.constexpr):
+    k = tl.arange(0, 32)[None, :]
+    w0, w1, w2, w3 = _quads(w, ROWS, 8)
+    b0, b1, b2, b3 = _quads(bits, ROWS, 8)
     place = tl.arange(0, 8)[None, :]
     up = 4 - 2 * (place % 4 // 2)
     at = terms + first // 4 + 32 * (k // 16) + k % 16
@@ -300,25 +342,57 @@ def q6_k_terms(codes, scales, terms, first, ok, K: tl.constexpr, ROWS: tl.conste
     units = terms + K // 2 + K // 16 + first // 32 + group // 2
     a = (a - 32 * tl.load(sums)).to(tl.float32) * _floats(units)
     b = (b - 32 * tl.load(sums + 4)).to(tl.float32) * _floats(units + 2)
-    # Scales of neighbouring groups, two bytes: the head is not aligned to more.
-    pair = tl.arange(0, 4)[None, :, None]
-    own = ok[:, None, None]
-    at = head[:, None, None] + 4 * (pair // 2) + pair % 2
     up = 24 - 8 * tl.arange(0, 2)[None, None, :]
-    s0 = (tl.load(at, mask=own, other=0).to(tl.int32) << up) >> 24
-    s1 = (tl.load(at + 2, mask=own, other=0).to(tl.int32) << up) >> 24
-    part = tl.reshape(a, [ROWS, 4, 2]) * s0.to(tl.float32)
-    part += tl.reshape(b, [ROWS, 4, 2]) * s1.to(tl.float32)
-    d = _half((head + 8)[:, None, None], own)
+    part = tl.reshape(a, [ROWS, 4, 2]) * ((s0 << up) >> 24).to(tl.float32)
+    part += tl.reshape(b, [ROWS, 4, 2]) * ((s1 << up) >> 24).to(tl.float32)
     return tl.reshape(part * d, [ROWS, 8])
+
+
+@triton.jit
+def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
+    """What a step loads; of steps past the row's end nothing."""
+    if first >= K:
+        return (0,)
+    elif FORMAT == "q8_0":
+        return q8_0_load(codes, scales, first, ok, K)
+    elif FORMAT == "q4_0":
+        return q4_0_load(codes, scales, first, ok, K)
+    elif FORMAT == "q4_k":
+        return q4_k_load(codes, first, ok)
+    elif FORMAT == "q5_k":
+        return q5_k_load(codes, first, ok)
+    else:
+        tl.static_assert(FORMAT == "q6_k", "no integer product for this format")
+        return q6_k_load(codes, scales, first, ok)
+
+
+@triton.jit
+def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+    """acc, float32 [ROWS, 8], and what a step that has loaded ``t`` adds."""
+    if first >= K:
+        return acc
+    elif FORMAT == "q8_0":
+        return acc + q8_0_terms(t[0], t[1], terms, first, K, ROWS)
+    elif FORMAT == "q4_0":
+        return acc + q4_0_terms(t[0], t[1], terms, first, K, ROWS)
+    elif FORMAT == "q4_k":
+        return acc + q4_k_terms(t[0], t[1], t[2], t[3], t[4], terms, first, K, ROWS)
+    elif FORMAT == "q5_k":
+        return acc + q5_k_terms(t[0], t[1], t[2], t[3], t[4], t[5], terms, first, K, ROWS)
+    else:
+        return acc + q6_k_terms(t[0], t[1], t[2], t[3], t[4], terms, first, K, ROWS)
 
 
 @triton.jit
 def terms_rows(
     codes, scales, terms, row, num_rows, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
-    FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS]: rows of a stored matrix times an activation in terms; see ``has_terms``."""
+    """float32 [ROWS]: rows of a stored matrix times an activation in terms; see ``has_terms``.
+
+    The loads of AHEAD steps (2 or 4) are on their way while those before them are computed. The assembler
+    would move them down to their use, and wait there for each; no load passes a barrier.
+    """
     r = row + tl.arange(0, ROWS)
     ok = r < num_rows
     c = codes.to(tl.pointer_type(tl.int32)) + r * (CODE_STRIDE // 4)
@@ -328,16 +402,20 @@ def terms_rows(
     else:
         s = scales.to(tl.pointer_type(tl.int32)) + r * (SCALE_STRIDE // 4)
     step: tl.constexpr = 128 if FORMAT == "q8_0" else 256
-    for first in tl.static_range(0, K, step):
-        if FORMAT == "q8_0":
-            acc += q8_0_terms(c, s, terms, first, ok, K, ROWS)
-        elif FORMAT == "q4_0":
-            acc += q4_0_terms(c, s, terms, first, ok, K, ROWS)
-        elif FORMAT == "q4_k":
-            acc += q4_k_terms(c, terms, first, ok, K, ROWS)
-        elif FORMAT == "q5_k":
-            acc += q5_k_terms(c, terms, first, ok, K, ROWS)
-        else:
-            tl.static_assert(FORMAT == "q6_k", "no integer product for this format")
-            acc += q6_k_terms(c, s, terms, first, ok, K, ROWS)
+    a0 = _load(c, s, 0, ok, FORMAT, K)
+    a1 = _load(c, s, step, ok, FORMAT, K)
+    a2 = _load(c, s, 2 * step if AHEAD > 2 else K, ok, FORMAT, K)
+    a3 = _load(c, s, 3 * step if AHEAD > 2 else K, ok, FORMAT, K)
+    for first in tl.static_range(0, K, AHEAD * step):
+        b0 = _load(c, s, first + AHEAD * step, ok, FORMAT, K)
+        b1 = _load(c, s, first + (AHEAD + 1) * step, ok, FORMAT, K)
+        b2 = _load(c, s, first + 6 * step if AHEAD > 2 else K, ok, FORMAT, K)
+        b3 = _load(c, s, first + 7 * step if AHEAD > 2 else K, ok, FORMAT, K)
+        tl.debug_barrier()
+        acc = _add(acc, a0, terms, first, FORMAT, K, ROWS)
+        acc = _add(acc, a1, terms, first + step, FORMAT, K, ROWS)
+        if AHEAD > 2:
+            acc = _add(acc, a2, terms, first + 2 * step, FORMAT, K, ROWS)
+            acc = _add(acc, a3, terms, first + 3 * step, FORMAT, K, ROWS)
+        a0, a1, a2, a3 = b0, b1, b2, b3
     return tl.sum(acc, 1)
