@@ -88,6 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prefetch", type=int, nargs="*", default=[0, 4],
         help="slices prefetched for a layer at most; several: one after the other, the last reported",
     )  # fmt: skip
+    parser.add_argument("--no-profile", action="store_true", help="leave out times by kernel")
     parser.add_argument(
         "--guesses", action="store_true", help="compare all guesses with the routing"
     )
@@ -164,7 +165,7 @@ def main() -> None:
             graphs = capture()
             for part, found in figures_of(
                 graphs, capture, tokens, executor, layout.slice_nbytes, given,
-                rates_of(options, layout.slice_nbytes), later,
+                rates_of(options, layout.slice_nbytes), later, not options.no_profile,
             ):  # fmt: skip
                 say(f"{name}_{part}", found)
             logits = logits_after(graphs, tokens[:SAME_TOKENS], executor)

@@ -51,6 +51,10 @@ class Later:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
 
+    def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if self.foresees and not isinstance(self.target, Nothing):
+            self.target.attended(layer, x, valid)
+
 
 def run_tokens(
     graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor | None, start: int = 0,
@@ -189,15 +193,16 @@ def settled_rates(
 
 
 def alternating(
-    capture: Any, tokens: Sequence[int], executor: HybridExecutor, later: Later, rounds: int = 4
+    capture: Any, tokens: Sequence[int], executor: HybridExecutor, later: Later, rounds: int = 6
 ) -> dict[str, list[float]]:
-    """Tokens a second with and without guesses, in turn on the same cache: the machine's rates drift."""
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    """Tokens a second with early guesses, with later ones and with none, in turn on the same cache: the
+    machine's rates drift."""
+    modes = {"early": (True, True), "own": (True, False), "none": (False, False)}
+    found: dict[str, list[float]] = {name: [] for name in modes}
     graphs = {}
-    for name, foresees in (("with", True), ("without", False)):
-        later.foresees = foresees
+    for name, (later.foresees, executor.early) in modes.items():
         graphs[name] = capture()
-    later.foresees = True
+    later.foresees = executor.early = True
     for _ in range(rounds):
         for name, graph in graphs.items():
             found[name].append(run_tokens(graph, tokens[:48], executor)["tok_s"])
@@ -237,7 +242,7 @@ def percent_of_floor(result: dict[str, Any], pcie: float, cpu: float) -> float:
 
 def figures_of(
     graphs: DecodeGraphs, capture: Any, tokens: Sequence[int], executor: HybridExecutor,
-    nbytes: int, given: Any, rates: PathRates, later: Later,
+    nbytes: int, given: Any, rates: PathRates, later: Later, profile: bool = True,
 ) -> Iterator[tuple[str, Any]]:  # fmt: skip
     """All that one executor is measured by, as (name, figures). capture: makes graphs anew."""
     run_tokens(graphs, tokens[:16], executor, given=given)
@@ -264,4 +269,5 @@ def figures_of(
         yield "timeline", timeline(capture(), tokens[:40], executor)
     finally:
         executor.paths = paths
-    yield "kernels", kernel_times(graphs, tokens[:20], executor)
+    if profile:
+        yield "kernels", kernel_times(graphs, tokens[:20], executor)

@@ -57,11 +57,9 @@ class GivenRouting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._paths, name)
 
-    def foresee(self, layer: int, x: Any, router: Any, valid: Any) -> None:
-        """As paths: what is guessed does not depend on x."""
-        ahead = self._paths._ahead
-        ahead.guess(x, router)  # its time counts
-        ahead.prefetch(layer, self._logits[layer].unsqueeze(0), geo.TOP_K)
+    def prefetch(self, layer: int, guessed: Any, top_k: int, valid: Any) -> None:
+        """As paths: what is guessed is given, too; the guess's own time counts."""
+        self._paths.prefetch(layer, self._logits[layer].unsqueeze(0), top_k, valid)
 
 
 class GivenExecutor:
@@ -75,3 +73,6 @@ class GivenExecutor:
 
     def foresee(self, layer: int, x: Any, router: Any, valid: Any) -> None:
         self._executor.foresee(layer, x, router, valid)
+
+    def attended(self, layer: int, x: Any, valid: Any) -> None:
+        self._executor.attended(layer, x, valid)

@@ -19,7 +19,7 @@ import torch
 from benchmarks.residency import geometry as geo
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
-from headrace.experts.foresight import guess
+from headrace.experts.foresight import guess, surest
 from headrace.kv.storage import allocate_kv
 from headrace.layers.moe import Mixture
 from headrace.models.decoder import Decoder
@@ -42,11 +42,11 @@ class Watched:
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """The norm before the router; x, after attention, is what the next layer is guessed from."""
         if self.next is not None:
-            self._guesses["early"].append(guess(x, self.next.view))
+            self._guesses["early"].append(surest(guess(x, self.next.view), self.view.top_k))
         return self._norm(x)
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
-        self._guesses["own"].append(guess(x, self.view))
+        self._guesses["own"].append(surest(guess(x, self.view), self.view.top_k))
         return self._layer(x, batch, cache)
 
     def restore(self) -> Any:

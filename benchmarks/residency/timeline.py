@@ -44,9 +44,9 @@ class Stamped:
         row = self._layer if layer is None else layer
         stamp[(1,)](self.times, row * len(MARKS) + MARKS.index(mark), num_warps=1)
 
-    def foresee(self, layer: int, x: Any, router: Any, valid: Any) -> None:
+    def prefetch(self, layer: int, guessed: Any, top_k: int, valid: Any) -> None:
         self._stamp("guess", layer)
-        self._paths.foresee(layer, x, router, valid)
+        self._paths.prefetch(layer, guessed, top_k, valid)
         self._stamp("sent", layer)
 
     def prepare(self, x: Any) -> None:
@@ -104,6 +104,7 @@ def intervals(steps: torch.Tensor) -> dict[str, list[float]]:
     if int(steps[:, :, MARKS.index("sent")].min()) > 0:
         between |= {
             "sum_to_guess": t["guess"][:, 1:] - t["combined"][:, :-1],
+            "gathered_to_guess": t["guess"][:, 1:] - t["gathered"][:, :-1],
             "guess_and_prefetch": t["sent"] - t["guess"],
             "prefetch_after_plan": t["sent"] - t["planned"],
         }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.experts.executor import ExecutorShape, HybridExecutor
-from headrace.experts.foresight import guess
+from headrace.experts.foresight import guess, surest
 from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.paths import HostPaths
 from headrace.experts.random_store import random_store
@@ -63,18 +63,21 @@ class Router:
 
 
 def _run(executor: HybridExecutor, store: HostStore, noise: float, steps: int) -> float:
-    """The largest error of some steps; attention adds ``noise`` to what is guessed from."""
+    """The largest error of some steps; attention, and the layer before if guesses are early, add ``noise``
+    to what is guessed from."""
     device, router = executor.device.torch_device, Router()
     generator = torch.Generator().manual_seed(2)
     worst = 0.0
     for _ in range(steps):
         executor.step_begins(TOKENS)
+        states = [torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(LAYERS + 1)]
         for layer in range(LAYERS):
-            before = torch.randn(TOKENS, HIDDEN, generator=generator)
+            before = states[layer]
             x = before + noise * torch.randn(TOKENS, HIDDEN, generator=generator)
             ids = router.choose(x)
             weights = torch.rand(TOKENS, TOP_K, generator=generator)
             executor.foresee(layer, before.to(device), router.view(device), None)
+            executor.attended(layer, states[layer + 1].to(device), None)
             found = executor(layer, x.to(device), ids.to(device), weights.to(device)).cpu()
             want = np.zeros(x.shape)
             for t, row in enumerate(ids.tolist()):
@@ -100,9 +103,13 @@ def _host_executor(store: HostStore, slots: int) -> HybridExecutor:
     return made
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("noise", "slots"), [(0.0, 3), (0.5, 3), (5.0, 1), (0.0, 0)])
-def test_guesses_never_change_results(store: HostStore, noise: float, slots: int) -> None:
+def test_guesses_never_change_results(
+    store: HostStore, noise: float, slots: int, early: bool
+) -> None:
     executor = _host_executor(store, slots)
+    executor.early = early
     assert _run(executor, store, noise, 6) < 1e-6
     counts, nbytes = executor.counts(), store.layout.slice_nbytes
     assert counts.prefetched_nbytes >= counts.ahead_nbytes > 0
@@ -137,10 +144,10 @@ def test_what_stays_is_a_hit_of_the_next_step(store: HostStore) -> None:
     assert counts.prefetched_nbytes == 2 * counts.ahead_nbytes
 
 
-def _interrupt(paths: GpuPaths, there: int) -> None:
+def _interrupt(paths: GpuPaths, layer: int, there: int) -> None:
     """As if the prefetch had ended after ``there`` chunks: what had not arrived is spoilt."""
     s, nbytes, chunk = paths.state, paths._store.layout.slice_nbytes, 16384
-    first = paths.shape.num_slots + paths.shape.max_fetch
+    first = paths.shape.prefetch_slot(layer, 0)
     sent = int(s.arrived.sum())
     assert sent == 3 * int(s.state[7])  # three chunks a slice
     for g in range(min(there, sent), sent):
@@ -169,8 +176,8 @@ def test_an_interrupted_prefetch_is_finished_by_the_gather(store: HostStore) -> 
         for layer in range(LAYERS):
             before = torch.randn(TOKENS, HIDDEN, generator=generator)
             ids = router.choose(before + 0.5 * torch.randn(TOKENS, HIDDEN, generator=generator))
-            paths.foresee(layer, before.to(DEVICE), router.view(DEVICE), None)
-            _interrupt(paths, there)
+            paths.prefetch(layer, paths.guess(before.to(DEVICE), router.view(DEVICE)), TOP_K, None)
+            _interrupt(paths, layer, there)
             paths.plan(layer, ids.to(DEVICE), torch.ones(TOKENS, TOP_K, device=DEVICE))
             paths.gather(layer)
             fetches = paths.state.fetches[: int(paths.state.counts[1])].tolist()
@@ -200,9 +207,10 @@ def test_the_kernel_guesses_what_the_router_would_choose() -> None:
     )
     state = expert_state.new_plan_state(geometry, [1.0] * 8, DEVICE, None)
     bytes_ = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
-    launcher = PrefetchLauncher(state, bytes_, torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    bases = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    launcher = PrefetchLauncher(state, bytes_, bases, [16])
     x = 3 * torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = router.choose(x).tolist()
     logits = launcher.guess(x.to(DEVICE), router.view(DEVICE))
     assert logits.topk(TOP_K).indices.tolist() == expected
-    assert guess(x, router.view(torch.device("cpu"))).tolist() == expected
+    assert surest(guess(x, router.view(torch.device("cpu"))), TOP_K).tolist() == expected

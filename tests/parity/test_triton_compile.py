@@ -75,8 +75,9 @@ SPECS = [
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
     spec(
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True},
-        k="*fp32", v="*fp32",
+        k="*fp32", v="*fp32", next_weight="*bf16", next_nbytes="i32",
     ),
+    spec("rows", "rope_pair_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True}, k="*fp32"),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(
         "router",
@@ -117,7 +118,8 @@ SPECS = [
     spec("mixture", "pair_down_kernel", {"HAS_BIAS": True, "ROWS": 16, "TILE": 256}, ids="*i32"),
     spec(
         "expert_gather", "expert_gather",
-        {"GATHERING": 16, "SLICE_NBYTES": 3317760, "HOST_NBYTES": 3317760, "WORDS": 2048, "FIRST_SLOT": 2000,
+        {"GATHERING": 16, "SLICE_NBYTES": 3317760, "HOST_NBYTES": 3317760, "WORDS": 2048,
+         "FIRST_SLOT": 2000,
          "MAX_PREFETCH": 4, "PROGRAMS": 16},
         **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
     ),
@@ -131,7 +133,8 @@ SPECS = [
             "expert_foresight", "expert_prefetch",
             {"TOKENS": tokens, "TOP_K": 4, "E": 128, "S": 5, "MAX_PREFETCH": 4,
              "HAS_VALID": tokens > 1, "N": 4 * tokens, "SP": 8, "EP": 128, "FIRST_SLOT": 2000,
-             "SLICE_NBYTES": 2658304, "HOST_NBYTES": 2658304, "WORDS": 2048, "THREADS": 128},
+             "SLICE_NBYTES": 2658304, "HOST_NBYTES": 2658304, "WORDS": 2048,
+             "THREADS": 128},
             **AHEAD, guesses="*i32", valid="*i1", bases="*i64", arena="*u8",
         )
         for tokens in (1, 16)

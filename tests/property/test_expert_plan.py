@@ -107,6 +107,7 @@ def _replay(
         state,
         torch.zeros(shape.all_slots * 3 * CHUNK_NBYTES, dtype=torch.uint8, device=DEVICE),
         torch.full((shape.num_layers,), host.data_ptr(), dtype=torch.int64, device=DEVICE),
+        [3 * CHUNK_NBYTES] * shape.num_layers,
     )
     seq = 0
     for number, ids in enumerate(steps):

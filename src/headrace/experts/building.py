@@ -79,7 +79,7 @@ def make_executor(
     with_cpu = shape.placement in ("cpu", "hybrid") or (shape.placement == "stream" and unpinned)
     if shape.placement != "gpu":
         made = shape.plan_shape(store)
-        passing = made.max_fetch + made.max_prefetch
+        passing = made.max_fetch + 2 * made.max_prefetch
         shape = replace(shape, num_slots=max(shape.num_slots - passing, 0))
     fields = request_block(
         max_tokens=max(MAX_CPU_TOKENS, shape.max_tokens),

@@ -125,8 +125,13 @@ class HybridExecutor:
         self.service: ExpertService | None = None
         self._side = device.stream()
         self._fork, self._join = device.event(), device.event()
-        self._ahead = device.event()
+        # Whether a layer is guessed as soon as PCIe rests in the one before, or at its own begin.
+        self.early = True
+        self._ahead, self._early_guess = device.event(), device.event()
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
+        self._routers: dict[int, RouterView] = {}
+        self._foreseen = -1  # the layer that was guessed early
+        self._after: tuple[int, torch.Tensor, torch.Tensor | None] | None = None
         self._fetches = self.plan_shape.max_fetch > 0
         self._failed = False
         self.num_restarts = 0
@@ -159,6 +164,7 @@ class HybridExecutor:
                 self._join.record()
         if self.plan_shape.num_slots:
             paths.hits(x)
+        self._foresee_next(layer)
         if self._fetches:
             self._join.wait()
             self._guessed = None
@@ -170,14 +176,44 @@ class HybridExecutor:
         self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
     ) -> None:
         """See ``layers.moe.Foresight``. What is guessed travels beside the layer's attention."""
-        ready = self.plan_shape.max_prefetch and self.can_fetch[layer]
-        if not ready or x.shape[0] > self.shape.max_tokens or not self.paths.can_foresee(router):
+        self._routers[layer] = router
+        done, self._foreseen = self._foreseen == layer, -1
+        if done or not self._can_foresee(layer, x):
             return
         self._guessed = x.contiguous()
         self._ahead.record()
         self._side.wait_event(self._ahead)
         with self.device.use(self._side):
-            self.paths.foresee(layer, self._guessed, router, valid)
+            guessed = self.paths.guess(self._guessed, router)
+            self.paths.prefetch(layer, guessed, router.top_k, valid)
+
+    def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """See ``layers.moe.Foresight``."""
+        self._after = (layer, x, valid)
+
+    def _can_foresee(self, layer: int, x: torch.Tensor) -> bool:
+        if not self.plan_shape.max_prefetch or x.shape[0] > self.shape.max_tokens:
+            return False
+        router = self._routers.get(layer)
+        return router is not None and self.can_fetch[layer] and self.paths.can_foresee(router)
+
+    def _foresee_next(self, layer: int) -> None:
+        """Once this layer's fetches have arrived, send the next one's, guessed from the state that this
+        layer's experts are given."""
+        after, self._after = self._after, None
+        if not self.early or after is None or after[0] != layer:
+            return
+        _, x, valid = after
+        following = layer + 1
+        if following == self.plan_shape.num_layers or not self._can_foresee(following, x):
+            return
+        router = self._routers[following]
+        guessed = self.paths.guess(x.contiguous(), router)
+        self._early_guess.record()
+        with self.device.use(self._side):
+            self._side.wait_event(self._early_guess)
+            self.paths.prefetch(following, guessed, router.top_k, valid)
+        self._foreseen = following
 
     def set_rates(self, rates: PathRates | None) -> None:
         """Split misses by these rates; between steps. None: what the placement says alone.

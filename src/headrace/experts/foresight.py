@@ -14,11 +14,13 @@ FORMATS = ("f32", "f16", "bf16")  # of routers that can be asked
 
 
 def guess(x: torch.Tensor, router: RouterView) -> torch.Tensor:
-    """x: float32 [T, D], before the norm that the router stands behind. Returns int32 [T, k], the surest
-    expert first, the smaller one among equals."""
+    """x: float32 [T, D], before the norm that the router stands behind. Returns its logits, [T, E]."""
     mean = x.square().mean(-1, keepdim=True)
     normed = x / torch.sqrt(mean + router.eps) * router.scale
     logits = normed @ router.weight.parts["data"].float().T
-    if router.bias is not None:
-        logits = logits + router.bias
-    return logits.argsort(dim=-1, descending=True, stable=True)[:, : router.top_k].int()
+    return logits if router.bias is None else logits + router.bias
+
+
+def surest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """int32 [T, k], the surest expert first, the smaller one among equals."""
+    return logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k].int()

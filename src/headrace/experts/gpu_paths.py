@@ -107,10 +107,13 @@ class GpuPaths:
     def can_foresee(self, router: RouterView) -> bool:
         return router.weight.format in self._kernels.ROUTER_FORMATS
 
-    def foresee(
-        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        return self._ahead.guess(x, router)
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
     ) -> None:
-        self._ahead.prefetch(layer, self._ahead.guess(x, router), router.top_k, valid)
+        self._ahead.prefetch(layer, guessed, top_k, valid)
 
     def prepare(self, x: torch.Tensor) -> None:
         self.launcher.prepare(x)

@@ -18,7 +18,7 @@ import torch
 
 from headrace.experts.chunk import ChunkCompute, SliceChunk
 from headrace.experts.cpu_share import Answer
-from headrace.experts.foresight import FORMATS, guess
+from headrace.experts.foresight import FORMATS, guess, surest
 from headrace.experts.items import Items
 from headrace.experts.lending import lend
 from headrace.experts.plan_oracle import (
@@ -94,8 +94,8 @@ class CacheView:
 
 
 class ExpertPaths(Protocol):
-    """The steps of a layer: foresee, or not; prepare; plan; then gather beside hits, fetched, await_cpu;
-    combine."""
+    """The steps of a layer: guess and prefetch, or not; prepare; plan; then gather beside hits, fetched,
+    await_cpu; combine."""
 
     def begin_step(self) -> None:
         """Advance the clock and rank the slots; once a step, before its first layer."""
@@ -105,12 +105,16 @@ class ExpertPaths(Protocol):
         """Whether a layer's routing can be guessed with this router."""
         ...
 
-    def foresee(
-        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        """The router's logits of x, float32 [T, D], before its norm: float32 [T, E], valid until the next
+        guess."""
+        ...
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
     ) -> None:
-        """Guess the layer's routing from x, float32 [T, D], as it is before the layer's attention, and
-        bring what is missing until the layer's plan is made. valid: bool [T], rows that count; None:
-        all."""
+        """Bring what is missing of the surest experts until the layer's plan, the next one, is made.
+        valid: bool [T], rows that count; None: all."""
         ...
 
     def prepare(self, x: torch.Tensor) -> None:
@@ -199,16 +203,19 @@ class HostPaths:
     def can_foresee(self, router: RouterView) -> bool:
         return router.weight.format in FORMATS
 
-    def foresee(
-        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        return guess(x, router)
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
     ) -> None:
-        guesses = guess(x, router)
+        guesses = surest(guessed, top_k)
         if valid is not None:
             guesses = guesses.masked_fill(~valid.unsqueeze(1), -1)
         items = foresee(self.shape, self.tables, layer, _rows(guesses))
         self._prefetched = Prefetched(items, arrived=len(items))
         for place, (expert, piece) in enumerate(items):
-            slot = self.shape.prefetch_slot(place)
+            slot = self.shape.prefetch_slot(layer, place)
             source = self._store.slab(layer, expert)[piece]
             self.arena[slot, : len(source)] = source
             self._sent_nbytes += len(source)
@@ -245,7 +252,7 @@ class HostPaths:
         self._fetch_s += time.perf_counter() - start
         for place, home in enumerate(self._plan.homes):
             if home != FREE:
-                self.arena[home] = self.arena[self.shape.prefetch_slot(place)]
+                self.arena[home] = self.arena[self.shape.prefetch_slot(layer, place)]
 
     def hits(self, x: torch.Tensor) -> None:
         assert self._plan is not None

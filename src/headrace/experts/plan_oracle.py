@@ -59,7 +59,8 @@ class PlanShape:
     num_slots: slots that can own a slice; slots num_slots to num_slots + max_fetch - 1 are transit
     max_fetch: most slices fetched in a layer
     window: how many slots of the ranking compete to be a layer's victims, ``ValueConstants.window``
-    max_prefetch: most slices prefetched for a layer; their slots follow the transit ones
+    max_prefetch: most slices prefetched for a layer; their slots follow the transit ones, twice as many:
+        those of a layer are still computed when the next layer's begin to arrive
     """
 
     num_layers: int
@@ -73,10 +74,10 @@ class PlanShape:
     @property
     def all_slots(self) -> int:
         """Slots that can own a slice, of transit and of prefetches."""
-        return self.num_slots + self.max_fetch + self.max_prefetch
+        return self.num_slots + self.max_fetch + 2 * self.max_prefetch
 
-    def prefetch_slot(self, place: int) -> int:
-        return self.num_slots + self.max_fetch + place
+    def prefetch_slot(self, layer: int, place: int) -> int:
+        return self.num_slots + self.max_fetch + layer % 2 * self.max_prefetch + place
 
     def key(self, layer: int, expert: int, slice_index: int) -> int:
         return (layer * self.num_experts + expert) * self.num_slices + slice_index
@@ -263,7 +264,7 @@ def plan_layer(
     for f, place in enumerate(origins):
         if place != NO_PLACE:
             homes[place] = slots[f] if admitted[f] else FREE
-            slots[f] = shape.prefetch_slot(place)
+            slots[f] = shape.prefetch_slot(layer, place)
     on_cpu = sorted(set(missing) - set(fetched))
     return LayerPlan(
         pairs=tuple((token, weights[token][place]) for _, token, place in uses),

@@ -149,7 +149,7 @@ def expert_prefetch(
         ok = word < HOST_NBYTES // 8
         source = base + tl.load(own + item).to(tl.int64) * HOST_NBYTES
         source = tl.multiple_of(source, 4096).to(tl.pointer_type(tl.int64))
-        target = arena + (FIRST_SLOT + item).to(tl.int64) * SLICE_NBYTES
+        target = arena + (FIRST_SLOT + layer % 2 * MAX_PREFETCH + item).to(tl.int64) * SLICE_NBYTES
         target = target.to(tl.pointer_type(tl.int64))
         from_ = tl.max_contiguous(tl.multiple_of(source + word, 2), 2)
         value = tl.load(from_, mask=ok, other=0, eviction_policy="evict_first")

@@ -26,7 +26,7 @@ from headrace.ops.triton.expert_plan import (
 
 @triton.jit
 def settle(
-    arena, state, arrived, homes, totals, program, num_programs, FIRST_SLOT: tl.constexpr,
+    arena, state, arrived, homes, totals, layer, program, num_programs, FIRST_SLOT: tl.constexpr,
     MAX_PREFETCH: tl.constexpr, PROGRAMS: tl.constexpr, SLICE_NBYTES: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def settle(
         home = tl.load(homes + place)
         at = (g % num_chunks) * WORDS + tl.arange(0, WORDS)
         ok = (at < num_words) & (home >= 0) & (g // PROGRAMS < tl.load(arrived + g % PROGRAMS))
-        source = arena + (FIRST_SLOT + place).to(tl.int64) * SLICE_NBYTES
+        source = arena + (FIRST_SLOT + layer % 2 * MAX_PREFETCH + place).to(tl.int64) * SLICE_NBYTES
         target = arena + home.to(tl.int64) * SLICE_NBYTES
         source = source.to(tl.pointer_type(tl.int64))
         target = target.to(tl.pointer_type(tl.int64))
@@ -88,7 +88,7 @@ def expert_gather(
     if MAX_PREFETCH > 0:  # noqa: SIM102 (one is known when the kernel is compiled)
         if tl.program_id(0) >= GATHERING:
             settle(
-                arena, state, arrived, homes, totals, tl.program_id(0) - GATHERING,
+                arena, state, arrived, homes, totals, layer, tl.program_id(0) - GATHERING,
                 tl.num_programs(0) - GATHERING, FIRST_SLOT, MAX_PREFETCH, PROGRAMS, SLICE_NBYTES, WORDS,
             )  # fmt: skip
             return

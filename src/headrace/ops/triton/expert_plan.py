@@ -205,7 +205,8 @@ def expert_plan(
     range_first = first_pair[:, None] + tl.zeros_like(index)
     range_count = num_pairs[:, None] + tl.zeros_like(index)
     _store_entry(hits, hit_at, slot, index, range_first, range_count, hit != 0)
-    transit = SLOTS + tl.where(place >= 0, MAX_FETCH + place, miss_at)
+    ahead_slot = MAX_FETCH + layer % 2 * MAX_PREFETCH + place
+    transit = SLOTS + tl.where(place >= 0, ahead_slot, miss_at)
     _store_entry(fetches, miss_at, transit, index, range_first, range_count, fetch != 0)
     if MAX_FETCH > 0:
         offer = (renewed * tl.load(constants + CONST_ADMISSION)).to(tl.int32, bitcast=True)

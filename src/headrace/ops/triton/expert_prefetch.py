@@ -27,7 +27,8 @@ FORMATS = ("f32", "f16", "bf16")  # of routers
 class PrefetchLauncher:
     """The prefetches of one model on one device; see ``expert_launch.ExpertLauncher``'s arguments.
 
-    host_nbytes: of each layer's slices in host memory, where they may be shorter than slots.
+    Args:
+        host_nbytes: of each layer's slices, at most a slot's.
     """
 
     def __init__(
@@ -35,11 +36,10 @@ class PrefetchLauncher:
         state: PlanState,
         arena: torch.Tensor,
         bases: torch.Tensor,
-        host_nbytes: Sequence[int] = (),
+        host_nbytes: Sequence[int],
     ) -> None:
-        every = (state.geometry.slice_nbytes,) * state.geometry.num_layers
-        self._host_nbytes = tuple(host_nbytes) or every
         self._state, self._arena, self._bases = state, arena, bases
+        self._host_nbytes = tuple(host_nbytes)
         g = state.geometry
         self._logits = torch.zeros(g.max_tokens, g.num_experts, device=arena.device)
         self._first_slot = g.num_slots + g.max_fetch
@@ -69,6 +69,6 @@ class PrefetchLauncher:
             s.place_of, s.arrived, self._bases, self._arena, s.totals, layer, tokens, top_k,
             g.num_experts, g.num_slices, g.max_prefetch, valid is not None,
             power_of_two(tokens * top_k), power_of_two(g.num_slices), power_of_two(g.num_experts),
-            self._first_slot, g.slice_nbytes, self._host_nbytes[layer], COPY_WORDS,
-            32 * PREFETCH_WARPS, num_warps=PREFETCH_WARPS,
+            self._first_slot, g.slice_nbytes, self._host_nbytes[layer], COPY_WORDS, 32 * PREFETCH_WARPS,
+            num_warps=PREFETCH_WARPS,
         )  # fmt: skip
