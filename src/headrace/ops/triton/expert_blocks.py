@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_rows import gated, store_partial
-from headrace.ops.triton.expert_terms import store_terms, terms_rows
+from headrace.ops.triton.expert_term_rows import terms_rows
+from headrace.ops.triton.expert_terms import store_terms
 from headrace.ops.triton.unpack import weight_tile
 
 FACTOR_BLOCK = tl.constexpr(128)  # weights each way that share a factor of FP8
