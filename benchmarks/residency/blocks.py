@@ -178,10 +178,9 @@ def main() -> None:
         return
     figures: dict[str, Any] = {"hbm_read": hbm_gbps(), "formats": []}
     print(figures, flush=True)
-    tunings = [
-        BlockTuning(*map(int, t.split(",")[:4]), terms=t.endswith(",1")) for t in args.tuning
-    ] or [None]
-    for tuning in tunings:
+    given = [t.split(",") for t in args.tuning]
+    tunings = [BlockTuning(*map(int, t[:4]), t[4] == "1", *map(int, t[5:])) for t in given]
+    for tuning in tunings or [None]:
         for pair in args.formats.split(","):
             fmt, _, down = pair.partition("/")
             try:

@@ -15,8 +15,9 @@ pytestmark = needs_triton
 TOLERANCE = 5e-5
 
 
+@pytest.mark.parametrize("ahead", [2, 4])
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k", "q8_0", "q4_0"])
-def test_rows_times_terms_are_the_float64_product(name: str) -> None:
+def test_rows_times_terms_are_the_float64_product(name: str, ahead: int) -> None:
     from headrace.ops.triton.expert_terms import term_words, terms_of_rows
     from tests.fixtures.terms_kernel import terms_matvec
 
@@ -42,6 +43,7 @@ def test_rows_times_terms_are_the_float64_product(name: str) -> None:
             name,
             cols,
             16,
+            ahead,
         )
         want = values_of(w).astype(np.float64) @ x[token].double().numpy()
         assert np.abs(out.cpu().numpy() - want).max() / np.abs(want).max() < TOLERANCE

@@ -291,8 +291,7 @@ def _fastest(
 
 
 def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLayout | None:
-    """How the experts lie in slots, the layer with the longest slices; None if the expert cache does not
-    serve their formats."""
+    """How the experts lie in slots; None if the expert cache does not serve their formats."""
     moe, formats = spec.moe, sizes.expert_formats
     if moe is None or not formats or not formats <= support.expert_formats:
         return None

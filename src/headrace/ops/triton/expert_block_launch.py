@@ -36,6 +36,7 @@ class BlockTuning:
     gate_up_programs: int = 2
     gate_up_warps: int = 8
     gate_up_rows: int = 64  # by integers; 64 make one block of what down multiplies
+    ahead: int = 2  # steps loaded ahead, by integers: 2 or 4
 
 
 class BlockLauncher:
@@ -109,7 +110,8 @@ class BlockLauncher:
             self._h, self._h_terms, which, g.slice_nbytes, codes, scales, place.factors, bias,
             place.code_stride, place.scale_stride, place.format, place.factor_kind, g.has_bias,
             g.hidden, g.width, g.num_slices, act.kind == "swiglu_clamped", act.alpha, act.limit,
-            _columns(g.hidden, t.columns), rows, by_terms, self._joined(layer), num_warps=warps,
+            _columns(g.hidden, t.columns), rows, by_terms, self._joined(layer), t.ahead,
+            num_warps=warps,
         )  # fmt: skip
 
     def down(self, layer: int, entries: torch.Tensor, which: int) -> None:
@@ -123,7 +125,7 @@ class BlockLauncher:
             self._h_terms, self._partial, which, g.slice_nbytes, codes, scales, place.factors, bias,
             place.code_stride, place.scale_stride, place.format, place.factor_kind, g.has_bias,
             g.hidden, g.width, g.num_slices, _columns(g.width, t.columns), t.rows,
-            self._down_terms[layer], num_warps=t.warps,
+            self._down_terms[layer], t.ahead, num_warps=t.warps,
         )  # fmt: skip
 
 

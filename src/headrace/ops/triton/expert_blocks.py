@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_rows import gated, store_partial
-from headrace.ops.triton.expert_terms import store_terms, terms_rows
+from headrace.ops.triton.expert_term_rows import terms_rows
+from headrace.ops.triton.expert_terms import store_terms
 from headrace.ops.triton.unpack import weight_tile
 
 FACTOR_BLOCK = tl.constexpr(128)  # weights each way that share a factor of FP8
@@ -92,7 +93,7 @@ def block_gate_up(
     FORMAT: tl.constexpr, FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr,
-    OUT_TERMS: tl.constexpr,
+    OUT_TERMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice columns] = act(gate x, up x), float32 [pairs, S * WIDTH].
 
@@ -116,7 +117,7 @@ def block_gate_up(
                 words: tl.constexpr = HIDDEN // 2 + HIDDEN // 8
                 y = terms_rows(
                     base + AT_CODES, base + AT_SCALES, terms + token * words, row, 2 * WIDTH,
-                    CODE_STRIDE, SCALE_STRIDE, FORMAT, HIDDEN, TILE,
+                    CODE_STRIDE, SCALE_STRIDE, FORMAT, HIDDEN, TILE, AHEAD,
                 )  # fmt: skip
             else:
                 y = block_rows(
@@ -150,7 +151,7 @@ def block_down(
     AT_FACTORS: tl.constexpr, AT_BIAS: tl.constexpr, CODE_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr, FACTORS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
-    COLS: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr,
+    COLS: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """partial[pair, slice] = weight * (down h + bias), float32 [pairs, S, HIDDEN].
 
@@ -171,7 +172,7 @@ def block_down(
                 words: tl.constexpr = WIDTH // 2 + WIDTH // 8
                 y = terms_rows(
                     base + AT_CODES, base + AT_SCALES, h_terms + (pair * S + piece) * words, row,
-                    HIDDEN, CODE_STRIDE, SCALE_STRIDE, FORMAT, WIDTH, TILE,
+                    HIDDEN, CODE_STRIDE, SCALE_STRIDE, FORMAT, WIDTH, TILE, AHEAD,
                 )  # fmt: skip
             else:
                 y = block_rows(
