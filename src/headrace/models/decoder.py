@@ -30,6 +30,7 @@ class DecoderLayer:
         "_attention_norm",
         "_dense_block",
         "_feed_forward_norm",
+        "_foresee",
         "_fused_caches",
         "_ops",
         "feed_forward",
@@ -58,6 +59,8 @@ class DecoderLayer:
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        mixture = feed_forward if isinstance(feed_forward, Mixture) else None
+        self._foresee = None if mixture is None else mixture.foresight(feed_forward_norm)
 
     def matrices(self) -> Iterator[tuple[str, PackedTensor]]:
         """See ``Decoder.matrices``."""
@@ -74,6 +77,8 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
+        if batch.decode and self._foresee is not None:
+            self._foresee(x, batch.valid)
         block = self._attention_block
         if block is not None and batch.decode and isinstance(cache, self._fused_caches):
             x = self._ops.attention_block(x, block, cache, batch)

@@ -227,6 +227,12 @@ def instruction_set(backend: str) -> str | None:
     return chosen() if chosen is not None else None
 
 
+def why_no_tiles(backend: str) -> str | None:
+    """Why ``backend`` does without matrix tiles, empty if it uses them; None if it knows of none."""
+    reason = getattr(importlib.import_module(f"headrace.ops.{backend}"), "why_no_tiles", None)
+    return reason() if reason is not None else None
+
+
 def whole_blocks(chosen: dict[str, Op]) -> dict[str, Op]:
     """``chosen`` without the blocks whose parts another back-end serves."""
 
