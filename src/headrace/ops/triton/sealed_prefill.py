@@ -29,8 +29,7 @@ from headrace.ops.triton.tuning import prefill_tuning
 RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at least
 
 # With 64 rows, eight warps and residuals Triton 3.6 makes a program for Hopper whose results are wrong (heads
-# of 192 and 256 on an H200, 2026-11-30); without residuals, or where each four warps have 64 rows, they are
-# right.
+# of 192 and 256 on an H200, 2026-11-30). With four warps they are right, and without residuals.
 _FEW_ROWS, _ONE_GROUP = 64, 4
 
 
