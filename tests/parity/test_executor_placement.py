@@ -51,7 +51,7 @@ PLACES = {
 @pytest.fixture(scope="module")
 def store() -> Iterator[HostStore]:
     layout = slab_layout("mxfp4", 96, 96, has_bias=True, num_slices=3)
-    made = random_store(layout, LAYERS, EXPERTS, seed=5, threads=1)
+    made = random_store(layout, LAYERS, EXPERTS, seed=5, threads=1, pin=DEVICE.type == "cuda")
     yield made
     made.close()
 

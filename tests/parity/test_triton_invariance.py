@@ -52,10 +52,13 @@ def test_products(fmt: str, shape: tuple[int, int]):
     x, bias, residual = moved((normal(rng, 16, k), normal(rng, n), normal(rng, 16, n)), DEVICE)
     w, other = moved((dense(rng, fmt, n, k), dense(rng, fmt, n, k)), DEVICE)
     act = Activation()
+    done = torch.zeros(16, dtype=torch.int32, device=DEVICE)
 
     def work(a: int, b: int):
         rows = x[a:b]
+        routed = OPS.route(rows, w, bias, 4, "topk_softmax", True, done) if n < 200 else ()
         return (
+            *routed,
             OPS.linear(rows, w),
             OPS.linear(rows, w, bias, residual[a:b]),
             *OPS.linear_group(rows, (w, other), (bias, None)),

@@ -100,14 +100,14 @@ def test_decode_over_sealed_pages(kv_format, rank, heads, shape, window):
 def test_decode_of_many_parts_merges_them(kv_format, rank):
     """More pages than parts can take one each, and parts that start after the first page."""
     tokens = [70 * 16 + 5, 33 * 16]
-    case = sealed_case(kv_format, tokens, kv_heads=1, dim=16, page=16, rank=rank)
+    case = sealed_case(kv_format, tokens, kv_heads=1, dim=32, page=16, rank=rank)
     case.fill(tokens)
-    q = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(0))
     spans = [(s, n - 1, n) for s, n in enumerate(tokens)]
     for window in (None, 700):
         cache, batch = moved((case.cache, case.batch(spans)), DEVICE)
-        found = OPS.sealed_attention_decode(q.to(DEVICE), cache, batch, 0.25, window, None)
-        close("sealed_attention_decode", found, expected_rows(case, q, spans, 16, window, None))
+        found = OPS.sealed_attention_decode(q.to(DEVICE), cache, batch, 32**-0.5, window, None)
+        close("sealed_attention_decode", found, expected_rows(case, q, spans, 32, window, None))
 
 
 @pytest.mark.parametrize(("kv_format", "rank"), FORMATS)

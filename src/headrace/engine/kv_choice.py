@@ -24,6 +24,8 @@ from headrace.engine.choosing import DEFAULT_SEALED_BLOCK_TOKENS, Chosen, one_of
 # page: what Triton 3.6 says of prefill_nvfp4k_fp8v with 64 rows and heads of 256 (fp8 takes less). Smaller
 # heads and smaller pages take 97,284 bytes at most; every GPU since Ampere has 101,376.
 _WIDE_DIM = 128
+# Keys are multiplied in two halves, and a product on tensor cores has at least 16 columns.
+_LEAST_DIM = 32
 _WIDE_SHARED_NBYTES = {64: 126_980, 128: 186_372}
 
 
@@ -116,6 +118,8 @@ def _obstacle(
             f"heads of {spec.head_dim} are not supported: multiples of {KEY_GROUP} up to "
             f"{MAX_HEAD_DIM} are"
         )
+    if backend == "triton" and spec.head_dim < _LEAST_DIM:
+        return f"heads of {spec.head_dim} are not supported on a GPU: those of {_LEAST_DIM} or more are"
     needed = _WIDE_SHARED_NBYTES.get(block_tokens, 0) if spec.head_dim > _WIDE_DIM else 0
     have = support.shared_nbytes
     if backend == "triton" and have is not None and needed > have:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +75,17 @@ class Memory(Protocol):
 
 @dataclass
 class _Layer:
+    """unpin: also done when the memory is collected without ``HostStore.close``. A driver that goes on
+    taking the range for pinned refuses the next one there, and copies the pages that lay there before."""
+
     memory: Memory
     tensor: torch.Tensor
-    pinned: bool = False
+    unpin: weakref.finalize[[int], Memory] | None = None
     mapped: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        return self.unpin is not None and self.unpin.alive
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,9 @@ class HostStore:
         """Pin a layer; None if that worked, else why not."""
         at = self._layers[layer]
         refusal = self._pinner.pin(at.memory.address, self.layer_nbytes(layer))
-        at.pinned = refusal is None
+        if refusal is None:
+            at.unpin = weakref.finalize(at.memory, self._pinner.unpin, at.memory.address)
+            at.unpin.atexit = False  # the driver may have gone before
         return refusal
 
     def check_copies(self, there_and_back: Callable[[torch.Tensor], torch.Tensor]) -> int:
@@ -184,9 +194,8 @@ class HostStore:
             return
         self._closed = True
         for layer in self._layers:
-            if layer.pinned:
-                self._pinner.unpin(layer.memory.address)
-                layer.pinned = False
+            if layer.unpin is not None:
+                layer.unpin()
             layer.memory.release()
 
 

@@ -52,6 +52,10 @@ BLOCKS = {
 }
 
 
+# What a back-end may leave out, since others do without: the router as one launch only pays on a GPU.
+OPTIONAL = frozenset({"route"})
+
+
 @dataclass(frozen=True)
 class Op:
     """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle.

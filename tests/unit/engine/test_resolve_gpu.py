@@ -138,6 +138,9 @@ def test_a_gpu_whose_programs_have_too_little_shared_memory():
     assert made(232_448, kv_format="fp8", block_tokens=128).kv_format == "fp8"
     with pytest.raises(ConfigError, match="186372 bytes"):
         made(166_912, kv_format="fp8", block_tokens=128)
+    of = replace(smollm2(), head_dim=16)
+    with pytest.raises(ConfigError, match="heads of 16 are not supported on a GPU"):
+        made(232_448, kv_format="fp8")
 
 
 def test_the_cpu_serves_where_no_gpu_can():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def test_pinned_layers_are_unpinned_when_the_store_closes() -> None:
     store.close()
     assert pinner.pinned == {}
     assert not view.any()
+
+
+def test_pinned_layers_are_unpinned_when_the_store_is_forgotten() -> None:
+    """Memory that is given back while the driver takes it for pinned is no good to the next store there."""
+    layers, pinner = make_layers(), FakePinner()
+    store = build_store(
+        layers, layouts_of(layers), threads=2, pin=True, limits=PLENTY, pinner=pinner
+    )
+    slab = store.slab(0, 0)
+    assert len(pinner.pinned) == 3
+    del store
+    gc.collect()
+    assert pinner.pinned == {}
+    assert slab.shape == (layouts_of(layers)[0].num_slices, layouts_of(layers)[0].slice_nbytes)
 
 
 def test_a_refusal_leaves_the_rest_pageable_and_says_so_once(

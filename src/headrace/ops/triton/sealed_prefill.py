@@ -28,6 +28,10 @@ from headrace.ops.triton.tuning import prefill_tuning
 
 RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at least
 
+# With 64 rows, eight warps and residuals Triton 3.6 makes a program for Hopper whose results are wrong (heads
+# of 192 and 256 on an H200, 2026-11-30). With four warps they are right, and without residuals.
+_FEW_ROWS, _ONE_GROUP = 64, 4
+
 
 @triton.jit
 def sealed_scores(
@@ -226,6 +230,7 @@ def sealed_attention_prefill(
         FIRST=0 if cache.first_keys is None else FIRST_TOKENS, PAGE=cache.block_tokens, DIM=dim,
         HALF=half_width(dim), ROWS=tuned.rows, HAS_SINKS=sinks is not None,
         HAS_WINDOW=window is not None, LOG2=LOG2_E, TAU=tuned.tau, POLYNOMIAL=tuned.polynomial,
-        UNPACK=unpack_instructions(), num_warps=tuned.num_warps, num_stages=tuned.num_stages,
+        UNPACK=unpack_instructions(), num_stages=tuned.num_stages,
+        num_warps=_ONE_GROUP if cache.rank and tuned.rows == _FEW_ROWS else tuned.num_warps,
     )  # fmt: skip
     return out
