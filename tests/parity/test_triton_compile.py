@@ -55,7 +55,7 @@ SPECS = [
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
     spec(
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True},
-        k="*fp32", v="*fp32", next_weight="*bf16", next_nbytes="i32",
+        k="*fp32", v="*fp32",
     ),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(

@@ -52,8 +52,7 @@ def attention_block(
     if block.k_norm is not None:
         k = rows.rmsnorm(k.view(-1, block.k_norm.numel()), block.k_norm, block.eps)
     q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-    output = block.weights[3].parts["data"] if dtype is not None else None
-    rows.rope_append(q, k, v, block.table, batch, cache, output)
+    rows.rope_append(q, k, v, block.table, batch, cache)
     mark(_ROPE)
     if dtype is not None:
         mixed = attention_decode(q, cache, batch, block.scale, block.window, block.sinks, dtype)
