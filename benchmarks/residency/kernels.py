@@ -184,7 +184,7 @@ def part_nbytes(layout: SlabLayout, name: str) -> int:
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"overlap": False},
-    {"tensor_cores": False},
+    {"gate_up_tiles": 6, "down_warps": 4},
 ]
 
 

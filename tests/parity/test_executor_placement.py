@@ -152,7 +152,7 @@ def _gpu_executor(store: HostStore, placement: str, slots: int) -> HybridExecuto
     # Few programs with large tiles: the interpreter's time goes by operations, not by numbers.
     tuning = gpu_experts().Tuning(
         await_spins=10_000 if DEVICE.type == "cpu" else 1_000_000,
-        gate_up_programs=1, down_programs=1, down_warps=4, gather_programs=1,
+        bf16_gate_up_programs=1, bf16_down_programs=1, gather_programs=1,
     )  # fmt: skip
     paths = GpuPaths(device, store, shape.plan_shape(store), ACT, fields, block, TOP_K, tuning)
     bases = [store.base(layer) for layer in range(LAYERS)]

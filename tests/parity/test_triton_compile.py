@@ -75,7 +75,7 @@ SPECS = [
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
     spec(
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True},
-        k="*fp32", v="*fp32", next_weight="*bf16", next_nbytes="i32",
+        k="*fp32", v="*fp32",
     ),
     spec("rows", "rope_pair_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True}, k="*fp32"),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
@@ -162,7 +162,7 @@ SPECS = [
 # gpt-oss-120b in five slices; warps as ``expert_launch._warps`` shares them out.
 SLICE = {
     "WHICH": 0, "SLICE_NBYTES": 2_670_848, "AT_SCALES": 1_658_880, "AT_BIAS": 1_762_560, "AT_CODES": 0,
-    "HAS_BIAS": True, "HIDDEN": 2880, "WIDTH": 576, "S": 5, "WARPS": 4, "PDL": True,
+    "HAS_BIAS": True, "HIDDEN": 2880, "WIDTH": 576, "S": 5, "WARPS": 2, "PDL": True,
 }  # fmt: skip
 LISTS = {
     **dict.fromkeys(("entries", "counts", "pair_token", "block"), "*i32"),
@@ -173,13 +173,14 @@ LISTS = {
 
 @pytest.mark.parametrize("capability", [90, 100, 120])
 def test_expert_kernels_compile(capability: int):
-    gate = {"CLAMPED": True, "ALPHA": 1.702, "LIMIT": 7.0, "WARPS_K": 4}
+    gate = {"CLAMPED": True, "ALPHA": 1.702, "LIMIT": 7.0, "CHUNKS": 6, "TILES": 4}
+    once = {k: v for k, v in SLICE.items() if k != "WARPS"}
     specs = [
-        spec("expert_halves", "halves_gate_up", {**SLICE, **gate}, **LISTS),
+        spec("expert_loop", "loop_gate_up", {**once, **gate}, **LISTS),
         spec("expert_halves", "halves_down", {**SLICE, "WARPS_K": 1}, **LISTS),
         spec(
-            "expert_halves", "halves_prepare",
-            {"AT_X": 4, "HIDDEN": 2880, "COLS": 256, "HAS_CPU": True, "PDL": True}, **LISTS,
+            "expert_halves", "expert_prepare",
+            {"AT_X": 4, "HIDDEN": 2880, "COLS": 256, "MXFP4": True, "HAS_CPU": True, "PDL": True}, **LISTS,
         ),
     ]  # fmt: skip
     results = cross_compile(specs, capability)

@@ -64,8 +64,7 @@ def attention_block(
         attend = sealed_attention_decode if batch.decode else sealed_attention_prefill
         mixed = attend(q, cache, batch, *shape)
     else:
-        output = block.weights[3].parts["data"] if dtype is not None else None
-        rows.rope_append(q, k, v, block.table, batch, cache, output)
+        rows.rope_append(q, k, v, block.table, batch, cache)
         mark(_ROPE)
         if not batch.decode:
             mixed = attention_prefill(q, cache, batch, *shape)

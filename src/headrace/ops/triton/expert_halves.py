@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, gated, power_of_two, store_partial
+from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, power_of_two, store_partial
 from headrace.ops.triton.overlap import wait, wait_and_release
 
 TILE_BLOCKS = tl.constexpr(4)  # blocks of a row that a warp takes at once
@@ -239,64 +239,6 @@ def store_halves(x, halves, at, inside, STRIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def halves_gate_up(
-    arena, entries, counts, pair_token, x_halves, h_halves, scale_stride,
-    WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
-    AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, WARPS_K: tl.constexpr, WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """h[pair, slice columns] = act(gate x, up x) as halves, for the ``counts[WHICH]`` entries."""
-    wait_and_release(PDL)
-    groups: tl.constexpr = 8 * WARPS
-    columns: tl.constexpr = groups // WARPS_K
-    rows: tl.constexpr = 2 * columns
-    num_tiles = (2 * WIDTH + rows - 1) // rows
-    item = tl.program_id(0)
-    # The first entry is read beside the number of entries; the grid is no larger than the list.
-    entry = entries + (item // num_tiles) * 4
-    slot = tl.load(entry)
-    first = tl.load(entry + 2)
-    total = tl.load(counts + WHICH) * num_tiles
-    while item < total:
-        row = (item % num_tiles) * rows
-        base = arena + slot.to(tl.int64) * SLICE_NBYTES
-        codes = (base + AT_CODES).to(tl.pointer_type(tl.int32))
-        ws, es = _tiles(
-            codes, base + AT_SCALES, row, 2 * WIDTH, scale_stride, HIDDEN, rows, WARPS_K, groups
-        )
-        piece = tl.load(entry + 1) % S
-        last = first + tl.load(entry + 3)
-        column = row // 2 + tl.arange(0, columns)
-        for pair in range(first, last):
-            token = tl.load(pair_token + pair)
-            y = _rows_product(
-                ws, es, codes, base + AT_SCALES, row, 2 * WIDTH, scale_stride,
-                x_halves + token * (2 * HIDDEN), HIDDEN, HIDDEN, rows, WARPS_K, groups,
-            )  # fmt: skip
-            side = tl.arange(0, 2)[:, None]
-            if HAS_BIAS:
-                r = 2 * column[None, :] + side
-                y += tl.load(
-                    (base + AT_BIAS).to(tl.pointer_type(tl.float32)) + r,
-                    mask=r < 2 * WIDTH,
-                    other=0.0,
-                )
-            gate = tl.sum(tl.where(side == 0, y, 0.0), 0)
-            up = tl.sum(tl.where(side == 0, 0.0, y), 0)
-            act = gated(gate, up, CLAMPED, ALPHA, LIMIT)
-            store_halves(
-                act, h_halves + pair * (2 * S * WIDTH), piece * WIDTH + column, column < WIDTH,
-                S * WIDTH,
-            )  # fmt: skip
-        item += tl.num_programs(0)
-        entry = entries + (item // num_tiles) * 4
-        slot = tl.load(entry, mask=item < total, other=0)
-        first = tl.load(entry + 2, mask=item < total, other=0)
-
-
-@triton.jit(do_not_specialize=["scale_stride"])
 def halves_down(
     arena, entries, counts, pair_weight, h_halves, partial, scale_stride,
     WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
@@ -344,9 +286,9 @@ def halves_down(
 
 
 @triton.jit
-def halves_prepare(
+def expert_prepare(
     x, halves, block, AT_X: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
-    HAS_CPU: tl.constexpr, PDL: tl.constexpr,
+    MXFP4: tl.constexpr, HAS_CPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Give every row of x to the CPU (float32) and to the next kernels (halves)."""
     token = tl.program_id(0)
@@ -356,4 +298,5 @@ def halves_prepare(
     if HAS_CPU:
         target = block.to(tl.pointer_type(tl.float32)) + AT_X + token * HIDDEN
         tl.store(target + at, row, mask=at < HIDDEN)
-    store_halves(row, halves + token * (2 * HIDDEN), at, at < HIDDEN, HIDDEN)
+    if MXFP4:
+        store_halves(row, halves + token * (2 * HIDDEN), at, at < HIDDEN, HIDDEN)

@@ -20,21 +20,13 @@ from headrace.ops.records import Activation
 from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning
 from headrace.ops.triton.expert_gather import expert_gather
 from headrace.ops.triton.expert_geometry import SliceGeometry
-from headrace.ops.triton.expert_halves import (
-    TILE_BLOCKS,
-    halves_down,
-    halves_gate_up,
-    halves_prepare,
-)
-from headrace.ops.triton.expert_loop import loop_down, loop_gate_up
+from headrace.ops.triton.expert_halves import TILE_BLOCKS, expert_prepare, halves_down
+from headrace.ops.triton.expert_loop import loop_gate_up
 from headrace.ops.triton.expert_matvec import (
     bf16_down,
     bf16_gate_up,
     expert_await,
     expert_combine,
-    expert_prepare,
-    mxfp4_down,
-    mxfp4_gate_up,
 )
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
@@ -49,14 +41,12 @@ from headrace.ops.triton.unpack import GROUPS
 FORMATS = tuple(GROUPS)
 _OWN_KERNELS = ("mxfp4", "bf16")  # alone in a model; everything else shares ``expert_blocks``
 WEIGHTS_OF_SCALE = 32  # MXFP4
-WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
-NUM_PLANES = 6
-MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 128
 BF16_TILE = 16
 PREPARE_COLS = 256
 ROWS_OF_WARP = 16  # of a tensor core's instruction
+MOST_SHARING = 8  # warps of a row
 TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
 
 
@@ -74,24 +64,16 @@ class RequestOffsets:
 class Tuning:
     """Grids and warps, measured (docs/LOG.md); programs are for each multiprocessor."""
 
-    # MXFP4 by float16 mma instead of dp4a.
-    tensor_cores: bool = True
     # Hopper and later: kernels start while those before end, and down fetches its weights meanwhile.
     overlap: bool = True
-    loop_tiles: int = 4
-    loop_reps: int = 3
-    halves_warps: int = 4
-    most_programs: int = 64
-    gate_up_programs: int = 2
-    gate_up_warps: int = 4  # dp4a
-    gate_up_tile: int = (
-        16  # dp4a: rows; a multiple of 16, since eight results are quantised together
-    )
-    gate_up_registers: int | None = None
-    down_programs: int = 5
-    down_warps: int = 4
-    down_tile: int = 16  # dp4a
-    down_registers: int | None = None
+    gate_up_tiles: int = 4  # of a row, 4 blocks each, on their way while as many are computed
+    gate_up_registers: int | None = 168
+    down_warps: int = 2
+    down_registers: int | None = 128
+    most_programs: int = 16  # longer lists take several turns
+    # bfloat16
+    bf16_gate_up_programs: int = 2
+    bf16_down_programs: int = 5
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
     settle_programs: int = 16  # move 2.7 MB in some 15 us, which nobody waits for
@@ -150,45 +132,26 @@ class ExpertLauncher:
     def _allocate(self) -> None:
         g, plan, device = self._geometry, self._state.geometry, self._arena.device
         tokens, pairs, inner = plan.max_tokens, plan.max_uses, g.width * g.num_slices
-        self._by_halves = self._mxfp4 and self.tuning.tensor_cores
-        if self._by_halves:
-            self._planes, self._h_planes = (
+        if self._mxfp4:
+            self._x_halves, self._h = (
                 torch.zeros(n, 2, k, dtype=torch.float16, device=device)
                 for n, k in ((tokens, g.hidden), (pairs, inner))
             )
-        elif self._mxfp4:
-            shapes = [(tokens, g.hidden), (pairs, inner)]
-            self._planes, self._h_planes = (
-                torch.zeros(n, NUM_PLANES, k // 8, dtype=torch.int32, device=device)
-                for n, k in shapes
-            )
-            self._units, self._h_units = (
-                torch.zeros(n, k // w, device=device)
-                for (n, k), w in zip(shapes, (WEIGHTS_OF_SCALE, WEIGHTS_OF_UNIT))
-            )
-            self._h = self._h_units
         else:
             self._h = torch.zeros(pairs, inner, device=device)
-            self._planes = self._h_planes = self._state.counts
-            self._units = self._h_units = self._h
+            self._x_halves = self._h  # nobody's
         self.partial = torch.zeros(pairs, g.num_slices, g.hidden, device=device)
 
     def prepare(self, x: torch.Tensor) -> None:
         """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
         if self._blocks is not None:
             self._blocks.prepare(x)
-        blocks = -(-self._geometry.hidden // WEIGHTS_OF_SCALE)
         if not (self._has_cpu or self._mxfp4):
             return
-        if self._by_halves:
-            halves_prepare[(x.shape[0], -(-self._geometry.hidden // PREPARE_COLS))](
-                x, self._planes, self._block, self._request.x, self._geometry.hidden, PREPARE_COLS,
-                self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
-            )  # fmt: skip
-            return
-        expert_prepare[(x.shape[0],)](
-            x, self._planes, self._units, self._block, self._request.x, self._geometry.hidden,
-            _power_of_two(blocks), self._mxfp4, self._has_cpu, num_warps=4,
+        hidden = self._geometry.hidden
+        expert_prepare[(x.shape[0], -(-hidden // PREPARE_COLS))](
+            x, self._x_halves, self._block, self._request.x, hidden, PREPARE_COLS, self._mxfp4,
+            self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
         )  # fmt: skip
 
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
@@ -243,33 +206,17 @@ class ExpertLauncher:
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         weights, scales, bias = g.gate_up
-        grid = (t.gate_up_programs * self._sms,)
-        if self._by_halves and t.loop_tiles:
+        if self._mxfp4:
             tiles = -(-g.hidden // (WEIGHTS_OF_SCALE * TILE_BLOCKS.value))
-            at_once = min(t.loop_tiles, tiles)
-            loop_gate_up[self._programs(entries, 2 * g.width, 1, 1)](
-                self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
+            at_once = min(t.gate_up_tiles, tiles)
+            loop_gate_up[self._programs(entries, 2 * g.width, 1)](
+                self._arena, entries, s.counts, s.pair_token, self._x_halves, self._h,
                 g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
                 *gate, -(-tiles // at_once), at_once, self._overlap, num_warps=1,
                 maxnreg=t.gate_up_registers,
             )  # fmt: skip
-        elif self._by_halves:
-            split, warps = _warps(g.hidden, t.halves_warps)
-            halves_gate_up[self._programs(entries, 2 * g.width, split, warps)](
-                self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
-                g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
-                *gate, split, warps, self._overlap, num_warps=warps, maxnreg=t.gate_up_registers,
-            )  # fmt: skip
-        elif self._mxfp4:
-            mxfp4_gate_up[grid](
-                self._arena, entries, s.counts, s.pair_token, self._planes, self._units,
-                self._h_planes, self._h_units, g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes,
-                weights, scales, bias, *sizes, *gate, _blocks_at_once(g.hidden), t.gate_up_tile,
-                _rows_at_once(g.hidden, t.gate_up_warps, t.gate_up_tile),
-                num_warps=t.gate_up_warps, maxnreg=t.gate_up_registers,
-            )  # fmt: skip
         else:
-            bf16_gate_up[grid](
+            bf16_gate_up[(t.bf16_gate_up_programs * self._sms,)](
                 self._arena, entries, s.counts, s.pair_token, x, self._h, which, g.slice_nbytes,
                 weights, bias, *sizes, *gate, _columns_at_once(g.hidden), BF16_TILE, num_warps=4,
             )  # fmt: skip
@@ -278,44 +225,25 @@ class ExpertLauncher:
         g, s, t = self._geometry, self._state, self.tuning
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         weights, scales, bias = g.down
-        grid = (t.down_programs * self._sms,)
-        if self._by_halves and t.loop_reps:
-            tiles = -(-g.width // (WEIGHTS_OF_SCALE * TILE_BLOCKS.value))
-            at_once = tiles if tiles <= 6 else 4
-            loop_down[self._programs(entries, g.hidden, 1, t.loop_reps)](
-                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
-                g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
-                t.loop_reps, -(-tiles // at_once), at_once, self._overlap, num_warps=1,
-                maxnreg=t.down_registers, launch_pdl=self._overlap,
-            )  # fmt: skip
-        elif self._by_halves:
-            split, warps = _warps(g.width, t.halves_warps)
-            halves_down[self._programs(entries, g.hidden, split, warps)](
-                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
+        if self._mxfp4:
+            split, warps = _warps(g.width, t.down_warps)
+            halves_down[self._programs(entries, g.hidden, warps // split)](
+                self._arena, entries, s.counts, s.pair_weight, self._h, self.partial,
                 g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
                 split, warps, self._overlap, num_warps=warps, maxnreg=t.down_registers,
                 launch_pdl=self._overlap,
             )  # fmt: skip
-        elif self._mxfp4:
-            mxfp4_down[grid](
-                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self._h_units,
-                self.partial, g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales,
-                bias, *sizes, _blocks_at_once(g.width), t.down_tile,
-                _rows_at_once(g.width, t.down_warps, t.down_tile),
-                num_warps=t.down_warps, maxnreg=t.down_registers,
-            )  # fmt: skip
         else:
-            bf16_down[grid](
+            bf16_down[(t.bf16_down_programs * self._sms,)](
                 self._arena, entries, s.counts, s.pair_weight, self._h, self.partial, which,
                 g.slice_nbytes, weights, bias, *sizes, _columns_at_once(g.width), BF16_TILE,
                 num_warps=4,
             )  # fmt: skip
 
-    def _programs(
-        self, entries: torch.Tensor, num_rows: int, split: int, warps: int
-    ) -> tuple[int, ...]:
-        """A program for each tile of each entry that there can be, up to ``most_programs``."""
-        tiles = -(-num_rows // (ROWS_OF_WARP * warps // split))
+    def _programs(self, entries: torch.Tensor, num_rows: int, warps: int) -> tuple[int, ...]:
+        """A program for each tile of each entry that there can be, up to ``most_programs``; ``warps`` of
+        it have rows of their own."""
+        tiles = -(-num_rows // (ROWS_OF_WARP * warps))
         return (min(entries.shape[0] * tiles, self.tuning.most_programs * self._sms),)
 
     def await_cpu(self) -> None:
@@ -351,9 +279,9 @@ def _multiprocessors(device: torch.device) -> int:
 def _warps(columns: int, most: int) -> tuple[int, int]:
     """Warps that share a row's blocks, and warps of a program, for a matrix's columns."""
     blocks, split = -(-columns // WEIGHTS_OF_SCALE), 1
-    while split < most and blocks > TILES_OF_WARP * TILE_BLOCKS.value * split:
+    while split < MOST_SHARING and blocks > TILES_OF_WARP * TILE_BLOCKS.value * split:
         split *= 2
-    return split, most
+    return split, max(split, most)
 
 
 def _power_of_two(size: int) -> int:
@@ -362,12 +290,3 @@ def _power_of_two(size: int) -> int:
 
 def _columns_at_once(columns: int) -> int:
     return min(MAX_COLUMNS, _power_of_two(columns))
-
-
-def _blocks_at_once(columns: int) -> int:
-    return min(MAX_BLOCKS, _power_of_two(-(-columns // WEIGHTS_OF_SCALE)))
-
-
-def _rows_at_once(columns: int, warps: int, tile: int) -> int:
-    """Rows that a program loads at once, a block for each lane; a thread has at least two of a tile's."""
-    return min(warps * (MAX_BLOCKS // _blocks_at_once(columns)), tile // 2)

@@ -1,8 +1,8 @@
-"""Rows of MXFP4 experts times one activation by single warps that stream their rows through a loop.
+"""Gate and up of MXFP4 experts at batch 1: single warps that stream their rows through a loop.
 
-The products are ``expert_halves``'; a program is one warp, so that all programs of a batch of one are
-resident at once and none waits for another. A short loop, whose loads are some tiles ahead in shared
-memory, keeps to the instruction cache.
+The products are ``expert_halves``'. A program is one warp with 16 rows, so that all programs of one
+token's experts are resident at once and none waits for another, while rows are long enough to pay for
+a loop: the next tiles are on their way to registers while some are computed.
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
@@ -22,8 +22,8 @@ from headrace.ops.triton.expert_halves import (
     products,
     store_halves,
 )
-from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, gated, power_of_two, store_partial
-from headrace.ops.triton.overlap import prefetch, wait, wait_and_release
+from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, gated, power_of_two
+from headrace.ops.triton.overlap import wait_and_release
 
 GROUPS = tl.constexpr(8)  # pairs of rows of a warp: 16 rows
 
@@ -93,7 +93,10 @@ def loop_gate_up(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, CHUNKS: tl.constexpr, TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``expert_halves.halves_gate_up``."""
+    """h[pair, slice columns] = act(gate x, up x) as halves, for the ``counts[WHICH]`` entries.
+
+    CHUNKS times TILES tiles of 4 blocks make a row. The grid is no larger than the list has tiles.
+    """
     wait_and_release(PDL)
     rows: tl.constexpr = 2 * GROUPS
     num_tiles = (2 * WIDTH + rows - 1) // rows
@@ -141,60 +144,3 @@ def loop_gate_up(
         entry = entries + (item // num_tiles) * 4
         slot = tl.load(entry, mask=item < total, other=0)
         first = tl.load(entry + 2, mask=item < total, other=0)
-
-
-@triton.jit(do_not_specialize=["scale_stride"])
-def loop_down(
-    arena, entries, counts, pair_weight, h_halves, partial, scale_stride,
-    WHICH: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
-    AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, REPS: tl.constexpr,
-    CHUNKS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As ``expert_halves.halves_down``; a program takes 16 * REPS rows."""
-    rows: tl.constexpr = 2 * GROUPS
-    num_tiles = (HIDDEN + REPS * rows - 1) // (REPS * rows)
-    item = tl.program_id(0)
-    entry = entries + (item // num_tiles) * 4
-    slot = tl.load(entry)
-    first = tl.load(entry + 2)
-    total = tl.load(counts + WHICH) * num_tiles
-    while item < total:
-        row = (item % num_tiles) * (REPS * rows)
-        base = arena + slot.to(tl.int64) * SLICE_NBYTES
-        codes = (base + AT_CODES).to(tl.pointer_type(tl.int32))
-        scales = base + AT_SCALES
-        if PDL:
-            lines = tl.arange(0, 128)
-            start = base + AT_CODES + row * (WIDTH // 2)
-            nbytes: tl.constexpr = REPS * rows * (WIDTH // 2)
-            prefetch(start + tl.minimum(lines * 128, nbytes - 1), PDL)
-        piece = tl.load(entry + 1) % S
-        last = first + tl.load(entry + 3)
-        ws, es = _chunk(codes, scales, row, HIDDEN, scale_stride, 0, WIDTH, CHUNKS, TILES)
-        wait_and_release(PDL)
-        for pair in range(first, last):
-            own = h_halves + pair * (2 * S * WIDTH) + piece * WIDTH
-            acc = tl.zeros([2, GROUPS, 4], tl.float32)
-            for index in tl.range(0, REPS * CHUNKS):
-                # The last one loads the first again, for the next pair.
-                vs, fs = _chunk(
-                    codes, scales, row, HIDDEN, scale_stride, (index + 1) % (REPS * CHUNKS), WIDTH,
-                    CHUNKS, TILES,
-                )  # fmt: skip
-                acc = _chunk_products(acc, ws, es, own, index, WIDTH, CHUNKS, TILES, S * WIDTH)
-                if index % CHUNKS == CHUNKS - 1:
-                    r = row + index // CHUNKS * rows
-                    r += tl.arange(0, GROUPS)[None, :] * 2 + tl.arange(0, 2)[:, None]
-                    store_partial(
-                        tl.sum(acc, 2) * RESULT, base + AT_BIAS, pair_weight + pair,
-                        partial + (pair * S + piece) * HIDDEN, r, HAS_BIAS, HIDDEN,
-                    )  # fmt: skip
-                    acc = tl.zeros([2, GROUPS, 4], tl.float32)
-                ws = vs
-                es = fs
-        item += tl.num_programs(0)
-        entry = entries + (item // num_tiles) * 4
-        slot = tl.load(entry, mask=item < total, other=0)
-        first = tl.load(entry + 2, mask=item < total, other=0)
-    wait(PDL)
