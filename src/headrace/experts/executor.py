@@ -189,7 +189,8 @@ class HybridExecutor:
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         """See ``layers.moe.Foresight``."""
-        self._after = (layer, x, valid)
+        if self.early and self._can_foresee(layer + 1, x):
+            self._after = (layer, x, valid)
 
     def _can_foresee(self, layer: int, x: torch.Tensor) -> bool:
         if not self.plan_shape.max_prefetch or x.shape[0] > self.shape.max_tokens:
@@ -201,12 +202,10 @@ class HybridExecutor:
         """Once this layer's fetches have arrived, send the next one's, guessed from the state that this
         layer's experts are given."""
         after, self._after = self._after, None
-        if not self.early or after is None or after[0] != layer:
+        if after is None or after[0] != layer:
             return
         _, x, valid = after
         following = layer + 1
-        if following == self.plan_shape.num_layers or not self._can_foresee(following, x):
-            return
         router = self._routers[following]
         guessed = self.paths.guess(x.contiguous(), router)
         self._early_guess.record()
