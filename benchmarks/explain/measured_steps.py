@@ -26,8 +26,8 @@ WARM_UP = 4  # steps of a request that are not counted
 @dataclass(frozen=True)
 class Row:
     """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap
-    against the time around unwatched steps; watch_cost: of the mean step; hit_rate: that was predicted
-    with, None without experts in host memory."""
+    against the time around steps that nobody watches; watch_cost: of the mean step; hit_rate: predicted
+    with it, None without experts in host memory."""
 
     context: int
     predicted_s: float
@@ -112,7 +112,7 @@ def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -
     plain, around = run(engine, request(f"plain-{context}", prompt, steps))
     watch = Watch(engine)
     watch.start()
-    watched, _ = run(engine, request(f"watched-{context}", prompt, steps))
+    _, watched = run(engine, request(f"watched-{context}", prompt, steps))
     watch.stop()
     again, around_again = run(engine, request(f"again-{context}", prompt, steps))
     report = report_of(engine, watch, "decode", machine)
@@ -128,7 +128,7 @@ def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -
         error=guess.seconds / measured_s - 1,
         sum_error=total / mean([*around, *around_again]) - 1,
         gap_share=report.gap_s / report.step_s,
-        watch_cost=mean(s.seconds for s in watched) / mean(times) - 1,
+        watch_cost=mean(watched) / mean([*around, *around_again]) - 1,
         hit_rate=hits,
         predicted_classes=dict(guess.classes),
         measured_classes={**leaves, "unexplained": report.gap_s},

@@ -7,17 +7,16 @@ tokens are drawn at random: greedy output of random weights repeats itself, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from benchmarks.residency import geometry as geo
-from benchmarks.residency.model import spec as gpt_oss_spec
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
 from headrace.core.status import EngineInfo
-from headrace.core.step import StepOutput
+from headrace.core.step import SampledToken, StepOutput
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
@@ -39,12 +38,13 @@ from headrace.layers.rope import build_rope_table
 from headrace.layers.router import Router
 from headrace.machine.device import Device
 from headrace.models.decoder import Decoder, DecoderLayer
-from headrace.ops.records import Activation, LayerCache
+from headrace.ops.records import Activation, LayerKV
 from headrace.ops.registry import OpSet, resolve
 from headrace.text.tokenizer import load_tokenizer
 
 BLOCK_TOKENS = 16
 CHUNK = 8192
+SPARE_TOKENS = 4096
 
 
 def smollm2_spec(layers: int = 30) -> ModelSpec:
@@ -154,6 +154,12 @@ def expert_runtime(
     return executor, LiveExperts(executor, RateTracker(rates))
 
 
+def new_kv(of: ModelSpec, context: int, device: Device) -> list[LayerKV]:
+    """A cache of one sequence, with room to keep the prompts of shorter ones."""
+    blocks = -(-(context + SPARE_TOKENS) // BLOCK_TOKENS)
+    return allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
+
+
 def engine_of(
     name: str,
     of: ModelSpec,
@@ -162,11 +168,10 @@ def engine_of(
     context: int,
     runtime: LiveExperts | None = None,
     threads: int = 1,
-    kv: Sequence[LayerCache] | None = None,
+    kv: Sequence[LayerKV] | None = None,
 ) -> Engine:
     """An engine of one sequence around ``decoder``, its steps captured."""
-    blocks = -(-context // BLOCK_TOKENS)
-    kv = kv or allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
+    kv = kv or new_kv(of, context, device)
     graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=context)
     if runtime is not None:
         runtime.executor.step_begins(1)
@@ -177,7 +182,7 @@ def engine_of(
         backends=decoder.ops.describe(), choices=(), load_s=0.0,
     )  # fmt: skip
     limits = SchedulerConfig(
-        num_blocks=blocks, block_tokens=BLOCK_TOKENS, context=context,
+        num_blocks=kv[0].keys.shape[0] - 1, block_tokens=BLOCK_TOKENS, context=context,
         max_batch_tokens=CHUNK, max_num_seqs=1,
     )  # fmt: skip
     texts: Any = _Texts(of.vocab)
@@ -189,12 +194,13 @@ def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
     runner: Any = engine._runner  # the seam that a benchmark needs and a product does not
     compute = runner.compute
     generator = torch.Generator().manual_seed(seed)
+    ids = cycle(torch.randint(vocab, (10_007,), generator=generator).tolist())
 
     def drawn(*args: Any) -> StepOutput:
         output: StepOutput = compute(*args)
-        ids = torch.randint(vocab, (len(output.sampled),), generator=generator).tolist()
-        sampled = tuple(replace(s, token_id=i) for s, i in zip(output.sampled, ids, strict=True))
-        return replace(output, sampled=sampled)
+        return StepOutput(
+            output.step, tuple(SampledToken(s.seq_id, next(ids)) for s in output.sampled)
+        )
 
     runner.compute = drawn
 
@@ -202,7 +208,3 @@ def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
 def decoder_ops(device: Device) -> OpSet:
     """The operations that the device's engine would take."""
     return resolve(device.backends)
-
-
-__all__ = ["Later", "build", "decoder_ops", "draw_tokens", "engine_of", "expert_runtime",
-           "gpt_oss_spec", "smollm2_spec"]  # fmt: skip

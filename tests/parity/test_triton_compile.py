@@ -42,7 +42,22 @@ AHEAD = dict.fromkeys(
 ) | {"layer": "i32", "totals": "*i64"}  # fmt: skip
 
 
-def spec(module: str, kernel: str, constexprs: dict[str, object], **changes: str):
+GROUPED = {
+    "PACKED": True, "SLICE_NBYTES": 2654208, "AT_CODES": 0, "AT_SCALES": 1658880, "AT_BIAS": 2642688,
+    "HAS_BIAS": True, "HIDDEN": 2880, "WIDTH": 576, "S": 5,
+}  # fmt: skip
+GATE = {"CLAMPED": True, "ALPHA": 1.702, "LIMIT": 7.0}
+
+
+def spec(
+    module: str,
+    kernel: str,
+    constexprs: dict[str, object],
+    *,
+    warps: int = 4,
+    stages: int = 3,
+    **changes: str,
+):
     """A kernel with the types of a bfloat16 model; what is not named is a float32 tensor."""
     signature = {**TYPES, **changes}
     return {
@@ -50,7 +65,7 @@ def spec(module: str, kernel: str, constexprs: dict[str, object], **changes: str
         "signature": signature,
         "constexprs": constexprs,
         "multiples": [name for name in INT if name not in SINGLE],
-        "options": SMALL if module == "few_rows" else {"num_warps": 4, "num_stages": 3},
+        "options": SMALL if module == "few_rows" else {"num_warps": warps, "num_stages": stages},
     }
 
 
@@ -60,8 +75,9 @@ SPECS = [
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
     spec(
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True},
-        k="*fp32", v="*fp32",
+        k="*fp32", v="*fp32", next_weight="*bf16", next_nbytes="i32",
     ),
+    spec("rows", "rope_pair_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True}, k="*fp32"),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(
         "router",
@@ -122,6 +138,17 @@ SPECS = [
             **AHEAD, guesses="*i32", valid="*i1", bases="*i64", arena="*u8",
         )
         for tokens in (1, 16)
+    ),
+    *(
+        spec(
+            "expert_grouped",
+            name,
+            {**GROUPED, **extra, "ROWS": tile[0], "TOKENS": tile[1], "COLS": tile[2]},
+            warps=tile[3], stages=tile[4], arena="*u8", work="*i32", bounds="*i32", order="*i64",
+            x="*bf16", h="*bf16", y="*bf16", top_k="i32",
+        )
+        for name, extra in (("grouped_gate_up", GATE), ("grouped_down", {}))
+        for tile in ((64, 16, 64, 4, 3), (64, 64, 32, 4, 4), (64, 128, 32, 4, 3))
     ),
     spec(
         "expert_matvec",

@@ -209,7 +209,8 @@ def explain_decode(session: Session) -> ExplainReport:
 
     engine = session.engine
     watch = run_steps(engine, Workload("decode", EXPLAIN_PROMPT, EXPLAIN_STEPS))
-    machine = this_machine(probe_machine(), engine.info.threads)
+    on_gpu = engine.parts.device.torch_device.type == "cuda"
+    machine = this_machine(probe_machine(gpus=on_gpu), engine.info.threads, on_gpu=on_gpu)
     report = report_of(engine, watch, "decode", machine)
     if report is None:
         raise InternalError("the engine made no decoding step")

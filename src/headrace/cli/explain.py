@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(args.step, args.prompt_tokens, args.steps, args.sequences)
     try:
         check_workload(engine.info, workload)  # before the kernels are measured
-        machine = this_machine(probe_machine(gpus=True), engine.info.threads)
+        on_gpu = engine.parts.device.torch_device.type == "cuda"
+        machine = this_machine(probe_machine(gpus=True), engine.info.threads, on_gpu=on_gpu)
         if not args.no_probe and not any(name.startswith("kernel_one_") for name in machine.rates):
             from headrace.engine.probes import has_room, probe_engine
 

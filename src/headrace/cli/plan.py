@@ -81,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.picture, "--picture", ".svg")
     if args.compare is not None:
         return _compare(args)
-    from headrace.engine.plan_changes import alternatives, changes
+    from headrace.engine.plan_changes import alternatives, changes, faster_ways
 
     plan = _plan(args, args.machine or THIS)
     fits = plan.layout.mode not in ("none", "disk")
-    found, nearest = changes(plan), [] if fits else alternatives(plan)
+    found, nearest = changes(plan), faster_ways(plan) if fits else alternatives(plan)
     if args.picture is not None:
         from headrace.cli.plan_picture import svg
 

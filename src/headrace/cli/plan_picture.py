@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from headrace.cli.plan_text import TIERS, verdict
+from headrace.cli.plan_text import PURPOSES, TIERS, tiers_of, verdict
 from headrace.cli.sizes import format_size
 from headrace.engine.plan import Plan
 
@@ -50,16 +50,17 @@ def _tier(plan: Plan, tier: str, top: int, scale: int) -> list[str]:
     capacity = plan.layout.capacity.get(tier, plan.layout.total(tier))
     total = plan.layout.total(tier)
     found = [
-        f'<text x="20" y="{top + 27}" font-weight="bold">{escape(TIERS[tier])}</text>',
+        f'<text x="20" y="{top + 27}" font-weight="bold">{escape(tiers_of(plan)[tier])}</text>',
         f'<rect x="{LEFT}" y="{top}" width="{BAR_WIDTH * capacity / scale:.1f}" height="{BAR_HEIGHT}" '
         f'fill="{FREE}" stroke="#333333"/>',
     ]
     x = float(LEFT)
     for name, nbytes in sorted(plan.layout.used[tier].items(), key=lambda item: -item[1]):
         width = BAR_WIDTH * nbytes / scale
+        title = f"{PURPOSES.get(name, name)}: {format_size(nbytes)}"
         found.append(
             f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" '
-            f'fill="{COLOURS.get(name, OTHER)}"><title>{escape(name)}: {format_size(nbytes)}</title></rect>'
+            f'fill="{COLOURS.get(name, OTHER)}"><title>{escape(title)}</title></rect>'
         )
         if width >= NARROW:
             found.append(f'<text x="{x + 6:.1f}" y="{top + 27}">{format_size(nbytes)}</text>')
@@ -75,6 +76,6 @@ def _legend(names: list[str], top: int) -> list[str]:
         x, y = LEFT + 190 * (i % 4), top + 22 * (i // 4)
         found.append(
             f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS.get(name, OTHER)}"/>'
-            f'<text x="{x + 20}" y="{y + 12}">{escape(name)}</text>'
+            f'<text x="{x + 20}" y="{y + 12}">{escape(PURPOSES.get(name, name))}</text>'
         )
     return found

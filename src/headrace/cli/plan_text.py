@@ -32,13 +32,18 @@ LETTERS = {
 # As everywhere, but for what a plan calls by the name of its memory tier, or more shortly.
 RESOURCES = {**TITLES, "hbm": "VRAM", "pcie": "link", "launch": "kernel starts"}
 TIERS = {"vram": "VRAM", "ram": "host memory", "disk": "disk"}
+# Of a machine with one memory for both.
+SHARED_TIERS = {"vram": "GPU's part", "ram": "CPU's part", "disk": "disk"}
+# What purposes are called where their own names say little.
+PURPOSES = {"lm_head": "output head", "dense": "feed-forward", "norm": "norms"}
+NO_GAIN = 0.005  # changes of less are named together
 
 
 def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list[str]:
     """The whole report."""
     found = [*_head(plan), "", *_answer(plan)]
     if nearest:
-        found += _labelled("nearest", list(nearest))
+        found += _labelled("faster" if _is_at_home(plan) else "nearest", list(nearest))
     found += ["", *_memory(plan)]
     if changes:
         found += ["", *_changes(plan, changes)]
@@ -46,6 +51,17 @@ def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list
     if notes:
         found += ["", *_labelled("notes", [line for text in notes for line in _wrapped(text)])]
     return found
+
+
+def tiers_of(plan: Plan) -> dict[str, str]:
+    """What a machine's memories are called."""
+    gpu = plan.machine.gpu
+    return SHARED_TIERS if gpu is not None and gpu.unified else TIERS
+
+
+def _is_at_home(plan: Plan) -> bool:
+    """Whether it runs without the disk."""
+    return plan.layout.mode not in ("none", "disk")
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:
@@ -92,25 +108,34 @@ def _answer(plan: Plan) -> list[str]:
         found += _labelled(
             "experts",
             [
-                f"{plan.layout.slots:,} of {plan.spec.moe_layers * plan.spec.num_experts:,} in VRAM "
+                f"{plan.layout.slots:,} of {plan.spec.moe_layers * plan.spec.num_experts:,} in "
+                f"{'VRAM' if tiers_of(plan) is TIERS else tiers_of(plan)['vram']} "
                 f"({plan.layout.resident:.1%}) serve {hits.expected:.0%} of look-ups "
                 f"({hits.low:.0%} to {hits.high:.0%})",
                 f"misses: {speed.fetch_share:.0%} fetched, {1 - speed.fetch_share:.0%} computed by the CPU",
             ],
         )
     found += _labelled(
-        "binds", [f"decoding: {binding(speed.decode)}", f"prompt: {binding(speed.prefill)}"]
+        "binds",
+        [f"decoding: {binding(plan, speed.decode)}", f"prompt: {binding(plan, speed.prefill)}"],
     )
     return found
 
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, in one sentence."""
-    parts = [f"{format_size(n)} of {TIERS[tier]}" for tier, n in plan.layout.short.items()]
+    gpu = plan.machine.gpu
+    shared = gpu is not None and gpu.unified
+    parts = [
+        f"{format_size(n)} of {'memory' if shared and tier != 'disk' else TIERS[tier]}"
+        for tier, n in plan.layout.short.items()
+    ]
     short = " and ".join(parts)
     return {
-        "vram": "yes, all of it in VRAM",
-        "ram": "yes, with the experts in host memory",
+        "vram": "yes, in the GPU's part of the memory" if shared else "yes, all of it in VRAM",
+        "ram": "yes, with some experts in the CPU's part of the memory"
+        if shared
+        else "yes, with the experts in host memory",
         "disk": f"only with the disk: short of {short}",
         "cpu": "yes, in host memory, computed by the CPU",
         "none": f"does not fit: short of {short}",
@@ -129,10 +154,18 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def binding(step: StepTime) -> str:
+def resource(plan: Plan, name: str) -> str:
+    """What a resource is called on the plan's machine."""
+    gpu = plan.machine.gpu
+    if gpu is not None and gpu.unified and name in ("hbm", "dram"):
+        return "memory"
+    return RESOURCES.get(name, name)
+
+
+def binding(plan: Plan, step: StepTime) -> str:
     """Resources by their share of a step, largest first; under 3% is left out."""
     parts = [
-        f"{RESOURCES.get(name, name)} {seconds / step.seconds:.0%}"
+        f"{resource(plan, name)} {seconds / step.seconds:.0%}"
         for name, seconds in step.by_resource().items()
         if seconds >= 0.03 * step.seconds
     ]
@@ -144,11 +177,15 @@ def _memory(plan: Plan) -> list[str]:
     for tier, uses in plan.layout.used.items():
         total, capacity = plan.layout.total(tier), plan.layout.capacity.get(tier)
         of = f" of {format_size(capacity)}" if capacity else ""
-        found += _labelled(TIERS[tier], [f"{format_size(total)}{of}"])
+        found += _labelled(tiers_of(plan)[tier], [f"{format_size(total)}{of}"])
         found += _labelled("", [bar(uses, max(total, capacity or total))])
         for name, nbytes in sorted(uses.items(), key=lambda item: -item[1]):
-            found += _labelled("", [f"{LETTERS.get(name, '#')} {name:<14}{format_size(nbytes):>9}"])
+            found += _labelled("", [_use(name, nbytes)])
     return found
+
+
+def _use(name: str, nbytes: int) -> str:
+    return f"{LETTERS.get(name, '#')} {PURPOSES.get(name, name):<14}{format_size(nbytes):>9}"
 
 
 def bar(uses: dict[str, int], capacity: int) -> str:
@@ -163,12 +200,18 @@ def bar(uses: dict[str, int], capacity: int) -> str:
 
 def _changes(plan: Plan, changes: Sequence[Change]) -> list[str]:
     rows: list[str] = []
+    same: list[str] = []
     for change in changes:
         speed = change.plan.speed
         assert speed is not None
+        if change.factor is not None and abs(change.factor - 1) < NO_GAIN:
+            same.append(change.name)
+            continue
         tokens = f"{number(speed.tokens_s.expected):>8} tok/s"
         gain = f"  {change.factor - 1:+.0%}" if change.factor is not None else "  it would fit"
         rows.append(f"{change.name:<28}{tokens}{gain}")
+    if same:
+        rows += _wrapped(f"no gain: {', '.join(same)}")
     return _labelled("one change", rows)
 
 
@@ -196,9 +239,7 @@ def comparison(plans: Sequence[Plan]) -> list[str]:
         ("first token", [f"{number(p.speed.ttft_s.expected)} s" if p.speed else "-" for p in plans])
     )
     rows.append(("hit rate", [_hits(p) for p in plans]))
-    rows.append(
-        ("binds", [RESOURCES.get(p.speed.decode.bound, "") if p.speed else "-" for p in plans])
-    )
+    rows.append(("binds", [resource(p, p.speed.decode.bound) if p.speed else "-" for p in plans]))
     for tier, label in (("vram", "VRAM used"), ("ram", "RAM used"), ("disk", "disk used")):
         rows.append((label, [format_size(p.layout.total(tier)) for p in plans]))
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]

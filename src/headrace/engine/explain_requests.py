@@ -71,7 +71,9 @@ class ExplainRequests:
     def _answer(self, command: Explain, watch: Callable[[], Watch]) -> None:
         try:
             machine = self._machine or this_machine(
-                probe_machine(gpus=True), self._engine.info.threads
+                probe_machine(gpus=True),
+                self._engine.info.threads,
+                on_gpu=self._engine.parts.device.torch_device.type == "cuda",
             )
             self._machine = machine
             report = report_of(self._engine, watch(), command.phase, machine)

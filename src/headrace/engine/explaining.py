@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from headrace.core.errors import ConfigError, InternalError, MachineError
@@ -17,7 +18,7 @@ from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.experts.live import LiveExperts
 from headrace.explain import leaf
-from headrace.explain.kernel_rates import ExpertSeconds
+from headrace.explain.kernel_rates import ExpertPrice
 from headrace.explain.report import ExplainReport, Sample, explain
 from headrace.explain.running_cost import RunningModel, StepRows
 from headrace.machine.profile import MachineProfile
@@ -169,21 +170,17 @@ def report_of(
     sample = watch.sample(phase)
     if sample is None:
         return None
-    try:
-        experts = experts_of(engine, sample, machine)
-    except MachineError:  # nothing is predicted where a rate is missing
-        experts = None
+    experts = experts_of(engine, sample)
+    if experts is not None:
+        try:
+            experts(machine)
+        except MachineError:  # nothing is predicted where a rate is missing
+            experts = None
     return explain(engine.info.model, sample, watch.model, machine, engine.info.threads, experts)
 
 
-def experts_of(
-    engine: Explainable, sample: Sample, machine: MachineProfile
-) -> ExpertSeconds | None:
-    """What the sample's experts should take, with the hits that its steps had; None without a cache of them.
-
-    Raises:
-        MachineError: a rate is missing.
-    """
+def experts_of(engine: Explainable, sample: Sample) -> ExpertPrice | None:
+    """What the sample's experts should take, with the hits of its steps; None without a cache of them."""
     cached = cached_experts(engine.parts)
     if cached is None or not sample.rows.decode:
         return None
@@ -192,7 +189,7 @@ def experts_of(
         moved[one.id] += one.bytes.hbm + one.bytes.pcie + one.bytes.dram
     looked_up = moved[leaf.EXPERTS_GPU] + moved[leaf.EXPERTS_CPU]
     hits = moved[leaf.EXPERTS_GPU] - moved[leaf.EXPERT_FETCH]
-    return expert_seconds(cached, hits / looked_up if looked_up else 0.0, machine)
+    return partial(expert_seconds, cached, hits / looked_up if looked_up else 0.0)
 
 
 def cached_experts(parts: EngineParts) -> CachedExperts | None:
@@ -206,7 +203,7 @@ def cached_experts(parts: EngineParts) -> CachedExperts | None:
         placement=executor.shape.placement,
         layers=shape.num_layers,
         wanted=executor.shape.top_k * shape.num_slices,
-        slice_nbytes=layout.slice_nbytes,
+        slice_nbytes=executor.store.mean_slice_nbytes,
         format=layout.format,
         resident=shape.num_slots / everything,
     )

@@ -35,6 +35,10 @@ class _NoStore:
     layout: SlabLayout
     num_layers: int
 
+    @property
+    def layouts(self) -> tuple[SlabLayout, ...]:
+        return (self.layout,) * self.num_layers
+
     def base(self, layer: int) -> int:
         return 0
 

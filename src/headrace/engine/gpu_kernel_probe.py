@@ -24,7 +24,7 @@ from headrace.engine.gpu_profiler import mark_seconds
 from headrace.engine.kernel_probe import packed
 from headrace.engine.this_machine import measured_rate
 from headrace.explain import leaf
-from headrace.explain.gpu_kernel_rates import ATTENTION_POINTS
+from headrace.explain.gpu_kernel_rates import ATTENTION_POINTS, FEW_ROWS
 from headrace.explain.running_cost import MATRICES, RunningModel, Stored, rate_name
 from headrace.formats.base import PackedTensor
 from headrace.kv.storage import DTYPES
@@ -71,6 +71,8 @@ class GpuProbe:
         self._device, self._ops, self._model = device, ops, model
         self._marks = make_marks(device.torch_device)
         self._cold = cold_nbytes
+        self._biases: dict[int, torch.Tensor] = {}
+        self._counters = torch.zeros(FEW_ROWS, dtype=torch.int32, device=device.torch_device)
         self._other = torch.zeros(cold_nbytes, dtype=torch.uint8, device=device.torch_device)
 
     def rates(self) -> dict[str, Rate]:
@@ -146,6 +148,12 @@ class GpuProbe:
             )
         return found
 
+    def _bias(self, rows: int) -> torch.Tensor:
+        """The same each time: a graph refers to it."""
+        if rows not in self._biases:
+            self._biases[rows] = self._ones(rows)
+        return self._biases[rows]
+
     def _dense_s(self, hidden: int, sets: Sequence[Sequence[PackedTensor]]) -> float:
         """Seconds of a layer's half, which rounds what its kernels pass on to each other, with its norm."""
         if not self._ops.has("dense_block"):
@@ -178,8 +186,13 @@ class GpuProbe:
         if ident == leaf.ROUTER:
             moe = self._model.spec.moe
             assert moe is not None
-            logits = ops.linear(x, weights[0], self._ones(weights[0].rows))
-            return ops.router_topk(logits, moe.num_experts_per_token, moe.scoring, moe.normalize)
+            bias, how = self._bias(weights[0].rows), (moe.scoring, moe.normalize)
+            if ops.has("route") and x.shape[0] == 1:
+                return ops.route(
+                    x, weights[0], bias, moe.num_experts_per_token, *how, self._counters
+                )
+            logits = ops.linear(x, weights[0], bias)
+            return ops.router_topk(logits, moe.num_experts_per_token, *how)
         return ops.linear(x, weights[0])
 
     # ---- rows -----------------------------------------------------------------------------------

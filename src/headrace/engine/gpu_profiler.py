@@ -8,13 +8,15 @@ in it; the others run the product's own graph and are what a step takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
 
 import torch
 
-from headrace.core.step import ClassStats, ScheduledChunk, StepPlan
+from headrace.core.step import ClassStats, MovedBytes, ScheduledChunk, StepPlan
 from headrace.engine.decode_graphs import DecodeGraphs, StepResult, Work
-from headrace.engine.profiler import StepProfiler
+from headrace.engine.profiler import RANGE_CLASSES, StepProfiler, rows_of
 from headrace.explain import leaf
 from headrace.machine.device import Device, Graph
 from headrace.ops.measure import Marks
@@ -22,6 +24,10 @@ from headrace.ops.measure import Marks
 # Of the replayed steps one is slowed down by its marks, the third one first, when threads are awake and pages
 # touched. SmolLM2's has 244 marks of 1.0 us in 0.9 ms (H200, 2026-11-30): one step in 24 costs 1.1%.
 EVERY, FIRST = 24, 2
+# Of the others every fourth has two marks, around all of the GPU's work: what is left is the host's.
+BRACKETS, KEPT = 4, 16
+# A mark costs so much of what it does in a chain of small kernels: others overlap without it, or hide it.
+LEAST, MOST = 0.5, 2.5
 CHAIN = 200  # marks of the graph that shows what one costs; the shortest of RUNS replays
 RUNS = 5
 # What the executor's paths do, by class; ``waited``: for fetches, before what they brought is computed.
@@ -37,6 +43,9 @@ PATHS = {
 WAITS = {"fetched": leaf.EXPERT_FETCH}
 # Host ranges within which the GPU works.
 COMPUTING = ("decoder", "logits", "sampler")
+
+Mode = Literal["plain", "marked", "bracket", "launched"]
+Recording = tuple[Graph, StepResult]
 
 
 def mark_seconds(device: Device, marks: Marks) -> float:
@@ -91,6 +100,16 @@ class _MarkedPaths:
         return marked
 
 
+@dataclass
+class _Recorded:
+    """One size's other recordings: with every mark, and with the first and the last one only."""
+
+    marked: Recording
+    labels: list[str]
+    bracket: Recording
+    spans_s: list[float] = field(default_factory=list[float])  # of the brackets, newest last
+
+
 class GpuStepProfiler(StepProfiler):
     """See ``StepProfiler``.
 
@@ -114,11 +133,12 @@ class GpuStepProfiler(StepProfiler):
         super().__init__(decoder, kv_format, block_tokens)
         self._device = device
         self._marks, self._graphs, self._executor = marks, graphs, executor
-        self._recorded: dict[int, tuple[Graph, StepResult, list[str]]] = {}
+        self._recorded: dict[int, _Recorded] = {}
         self._labels: list[str] = []
         self._replays = 0
-        self._swapped: tuple[int, tuple[Graph, StepResult]] | None = None
-        self._marking = False
+        self._swapped: tuple[int, Recording] | None = None
+        self._entered = False
+        self._mode: Mode = "plain"
         self._mark_s = 0.0
         self.samples = graphs is not None
 
@@ -139,18 +159,25 @@ class GpuStepProfiler(StepProfiler):
         graphs, rows = self._graphs, len(chunks)
         single = all(len(chunk.token_ids) == 1 for chunk in chunks)
         if graphs is None or not single or rows > graphs.max_batch:
+            self._mode = "launched"
             self._enter()
             self._labels = []
             self._marks.begin()
             return
-        if self._replays % EVERY == FIRST:
-            self._enter()
-            size = graphs.size_of(rows)
-            if size not in self._recorded:
-                self._record(graphs, size)
-            graph, result, self._labels = self._recorded[size]
-            self._swapped = size, graphs.swap(size, (graph, result))
+        turn = self._replays % EVERY
         self._replays += 1
+        self._mode = "marked" if turn == FIRST else "plain" if turn % BRACKETS else "bracket"
+        if self._mode == "plain":
+            return
+        size = graphs.size_of(rows)
+        if size not in self._recorded:
+            self._record(graphs, size)
+        found = self._recorded[size]
+        self._labels = []  # replays say nothing; a device that runs the work again does
+        if self._mode == "marked":
+            self._enter()
+        recording = found.marked if self._mode == "marked" else found.bracket
+        self._swapped = size, graphs.swap(size, recording)
 
     def _record(self, graphs: DecodeGraphs, size: int) -> None:
         labels = self._labels = list[str]()
@@ -165,27 +192,30 @@ class GpuStepProfiler(StepProfiler):
 
             return marked
 
-        graph, result = graphs.record(size, around)
-        self._recorded[size] = graph, result, labels
+        self._enter()
+        marked = graphs.record(size, around)
+        self._leave()
+        names = list(labels)
+        self._recorded[size] = _Recorded(marked, names, graphs.record(size, around))
 
     def _enter(self) -> None:
-        self._marking = True
+        self._entered = True
         self.ops.mark(lambda name, args, part: self._mark(self.class_of(name, args, part)))
         self.decoder.watch_mixtures(lambda: self._mark(leaf.EXPERTS_GPU))
         if self._executor is not None:
             self._executor.paths = _MarkedPaths(self._executor.paths, self._mark)
 
     def _leave(self) -> None:
-        if not self._marking:
+        if self._swapped is not None and self._graphs is not None:
+            self._graphs.swap(*self._swapped)
+        self._swapped = None
+        if not self._entered:
             return
-        self._marking = False
+        self._entered = False
         self.ops.mark(None)
         self.decoder.watch_mixtures(None)
         if self._executor is not None:
             self._executor.paths = self._executor.paths._paths
-        if self._swapped is not None and self._graphs is not None:
-            self._graphs.swap(*self._swapped)
-        self._swapped = None
 
     def _mark(self, label: str) -> None:
         self._labels.append(label)
@@ -193,14 +223,50 @@ class GpuStepProfiler(StepProfiler):
 
     def take(self, plan: StepPlan, ranges: dict[str, float]) -> tuple[ClassStats, ...]:
         """The classes of the step that has just run; those of the GPU only where it was marked."""
-        self.slowed = self._swapped is not None
-        marked, cost_s = self._marking, self._mark_s if self.slowed else 0.0
+        mode, size = self._mode, 0 if self._swapped is None else self._swapped[0]
         self._leave()
-        if marked:
+        self.slowed = mode == "marked"
+        host = {n: s for n, s in ranges.items() if n not in COMPUTING}
+        waited = sum(ranges.get(name, 0.0) for name in COMPUTING)
+        if mode == "launched":
             times = self._marks.seconds(len(self._labels))
             for label, seconds in zip(self._labels, times):
-                self._add(label, max(seconds - cost_s, 0.0))
+                self._add(label, seconds)
             # What the host needs to start the GPU's work and to fetch its result.
-            waiting = sum(ranges.get(name, 0.0) for name in COMPUTING) - sum(times)
-            self._add(leaf.LAUNCHES, max(waiting, 0.0))
-        return super().take(plan, {n: s for n, s in ranges.items() if n not in COMPUTING})
+            self._add(leaf.LAUNCHES, max(waited - sum(times), 0.0))
+        elif mode == "marked":
+            found = self._recorded[size]
+            times = self._marks.seconds(len(found.labels))
+            cost_s = self._cost_of_a_mark(sum(times), found)
+            for label, seconds in zip(found.labels, times):
+                self._add(label, max(seconds - cost_s, 0.0))
+        elif mode == "bracket":
+            span = self._marks.seconds(1)[0]
+            spans = self._recorded[size].spans_s
+            spans.append(span)
+            del spans[:-KEPT]
+            self._add(leaf.LAUNCHES, max(waited - span, 0.0))
+        if mode in ("launched", "marked"):
+            return super().take(plan, host)
+        return self._host_classes(plan, host)
+
+    def _host_classes(self, plan: StepPlan, ranges: dict[str, float]) -> tuple[ClassStats, ...]:
+        """Without what costs time to work out: every step of a server would pay for it."""
+        for name, seconds in ranges.items():
+            if name in RANGE_CLASSES:
+                self._add(RANGE_CLASSES[name], seconds)
+        self.rows = rows_of(plan)
+        seen, self._seen = self._seen, {}
+        none = MovedBytes()
+        return tuple(ClassStats(i, int(calls), 0, none, s) for i, (calls, s) in seen.items())
+
+    def _cost_of_a_mark(self, total_s: float, found: _Recorded) -> float:
+        """What a mark took in this step: its kernel, and the overlap of those before and behind it.
+
+        The whole difference to steps without them, as far as that is what marks can cost; steps whose
+        experts are fetched differ for other reasons, too.
+        """
+        if not found.spans_s:
+            return self._mark_s
+        each = (total_s - median(found.spans_s)) / len(found.labels)
+        return min(max(each, LEAST * self._mark_s), MOST * self._mark_s)

@@ -8,6 +8,7 @@ text. The kernels' own time is the GPU's and is taken off.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 
@@ -30,6 +31,7 @@ from headrace.ops.records import AttentionBatch, LayerCache
 from headrace.text.tokenizer import load_tokenizer
 
 STEPS, WARM_UP = 96, 16
+LONG_TOKENS = 8192  # of the second run: the host fills in a block table
 BLOCK_TOKENS = 16
 WIDTH = 64
 
@@ -58,34 +60,38 @@ class _Idle:
 
 
 def probe_host(device: Device, kernels: int, marks: Marks) -> dict[str, Rate]:
-    """``step_host`` and ``token_host``: the host's seconds of a step, and of each token's text.
+    """``step_host``, ``block_host`` and ``token_host``: the host's seconds of a step, what they grow by for
+    each block of a sequence, and those of a token's text.
 
     Args:
         kernels: of the model's step.
         marks: of the device.
     """
     checkpoint = open_checkpoint("tiny")
-    spec, context = checkpoint.spec, STEPS + BLOCK_TOKENS
+    spec, context = checkpoint.spec, LONG_TOKENS + STEPS + BLOCK_TOKENS
     decoder = _Idle(spec, device.torch_device, kernels, marks)
     blocks = -(-context // BLOCK_TOKENS)
     kv = allocate_kv(spec, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
     graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=context)
     graphs.capture()
     info = EngineInfo("probe", "", context, spec.vocab, 0, 0, "bf16", BLOCK_TOKENS, 1, {}, (), 0.0)
-    limits = SchedulerConfig(blocks, BLOCK_TOKENS, context, context, 1)
+    limits = SchedulerConfig(blocks, BLOCK_TOKENS, context, context, 1, prefix_cache=False)
     tokenizer = load_tokenizer(checkpoint.text)
     engine = Engine(EngineParts(decoder, kv, tokenizer, limits, info, device, graphs))
-    hosts, texts = _steps(engine, marks)
+    short_s, text_s = _steps(engine, marks, BLOCK_TOKENS)
+    long_s, _ = _steps(engine, marks, LONG_TOKENS)
+    engine.close()
+    each = (long_s - short_s) / ((LONG_TOKENS - BLOCK_TOKENS) / BLOCK_TOKENS)
     how = f"steps that compute nothing, {kernels:,} kernels in a graph"
-    text_s = _low(texts)
     return {
-        "step_host": measured_rate(max(_low(hosts) - text_s, 1e-7), "s", how),
+        "step_host": measured_rate(max(short_s - text_s, 1e-7), "s", how),
+        "block_host": measured_rate(max(each, 1e-9), "s", f"{how}, after {LONG_TOKENS:,} tokens"),
         "token_host": measured_rate(max(text_s, 1e-7), "s", "text of a token"),
     }
 
 
-def _steps(engine: Engine, marks: Marks) -> tuple[list[float], list[float]]:
-    """Seconds of the host in each decoding step, and those of texts."""
+def _steps(engine: Engine, marks: Marks, prompt: int) -> tuple[float, float]:
+    """The host's seconds of a decoding step after so many tokens, and those of texts: medians."""
     hosts: list[float] = []
     texts: list[float] = []
 
@@ -96,15 +102,7 @@ def _steps(engine: Engine, marks: Marks) -> tuple[list[float], list[float]]:
 
     engine.observe = seen
     sampling = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
-    engine.submit(GenerationRequest("probe", (1, 2, 3), sampling))
-    try:
-        while engine.has_work():
-            engine.step()
-    finally:
-        engine.close()
-    return hosts[WARM_UP:], texts[WARM_UP:]
-
-
-def _low(times: Sequence[float]) -> float:
-    """The lower quartile: neighbours can only make a step slower."""
-    return sorted(times)[len(times) // 4]
+    engine.submit(GenerationRequest(f"probe-{prompt}", (1,) * prompt, sampling))
+    while engine.has_work():
+        engine.step()
+    return median(hosts[WARM_UP:]), median(texts[WARM_UP:])

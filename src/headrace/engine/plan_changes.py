@@ -58,11 +58,15 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
     gpu = machine.gpu
     if gpu is not None:
         bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + MORE_VRAM_NBYTES)
-        yield "+8 GB of VRAM", on(replace(machine, gpu=bigger))
-        for name, rate in (("VRAM twice as fast", "hbm_read"), ("link twice as fast", "pcie_h2d")):
-            if rate in machine.rates:
-                yield name, on(with_rate(machine, rate, 2.0))
-    if "dram_read" in machine.rates:
+        shared = gpu.unified
+        yield f"+8 GB of {'memory' if shared else 'VRAM'}", on(replace(machine, gpu=bigger))
+        if "hbm_read" in machine.rates:
+            name = "memory twice as fast" if shared else "VRAM twice as fast"
+            rates = ("hbm_read", "dram_read") if shared else ("hbm_read",)
+            yield name, on(_faster(machine, rates))
+        if "pcie_h2d" in machine.rates and not shared:
+            yield "link twice as fast", on(with_rate(machine, "pcie_h2d", 2.0))
+    if "dram_read" in machine.rates and not (gpu is not None and gpu.unified):
         yield "twice the memory channels", on(with_rate(machine, "dram_read", 2.0))
     for name in ("fp8", "nvfp4k-fp8v"):
         if KV_BITS[work.kv_format] > KV_BITS[name]:
@@ -76,12 +80,36 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
         yield f"half the context ({half:,})", under(shorter)
 
 
+def _faster(machine: MachineProfile, names: tuple[str, ...]) -> MachineProfile:
+    """With twice each of these rates that it has."""
+    for name in names:
+        if name in machine.rates:
+            machine = with_rate(machine, name, 2.0)
+    return machine
+
+
 def alternatives(plan: Plan) -> list[str]:
     """What comes nearest to a plan that does not fit memory; at most ``MAX_ALTERNATIVES`` sentences."""
     found: list[str] = []
     for say in (_shorter, _fewer, _smaller_formats, _more_memory, _other_models):
         found += say(plan)
     return found[:MAX_ALTERNATIVES]
+
+
+def faster_ways(plan: Plan) -> list[str]:
+    """What would bring a model that runs into the GPU's memory whole: the format that costs least."""
+    gpu = plan.machine.gpu
+    if gpu is None or plan.speed is None or plan.layout.mode == "vram":
+        return []
+    for name, other in _stored_smaller(plan.spec):
+        smaller = make_plan(other, plan.machine, plan.workload)
+        if smaller.layout.mode == "vram" and smaller.speed is not None:
+            speed = smaller.speed.tokens_s.expected
+            return [
+                f"stored as {name} ({_gigabytes(other.weights_nbytes)}) all of it lies in "
+                f"{'GPU memory' if gpu.unified else 'VRAM'}: {speed:,.3g} tok/s"
+            ]
+    return []
 
 
 def _good(plan: Plan) -> bool:
@@ -112,16 +140,20 @@ def _fewer(plan: Plan) -> list[str]:
 
 
 def _smaller_formats(plan: Plan) -> list[str]:
-    for name in SMALLER:
-        kinds = [k for k in KINDS if k not in ("router", "norm")]
-        formats = {k: name for k in kinds if plan.spec.bits(k) > _bits(plan.spec, k, name)}
-        if not formats:
-            continue
-        other = plan.spec.with_formats(formats)
+    for name, other in _stored_smaller(plan.spec):
         if _good(make_plan(other, plan.machine, plan.workload)):
             size = _gigabytes(other.weights_nbytes)
             return [f"{plan.spec.name} fits stored as {name} ({size})"]
     return []
+
+
+def _stored_smaller(spec: PlanSpec) -> Iterator[tuple[str, PlanSpec]]:
+    """The model with what is larger stored in each of ``SMALLER``."""
+    for name in SMALLER:
+        kinds = [k for k in KINDS if k not in ("router", "norm")]
+        formats = {k: name for k in kinds if spec.bits(k) > _bits(spec, k, name)}
+        if formats:
+            yield name, spec.with_formats(formats)
 
 
 def _bits(spec: PlanSpec, kind: str, name: str) -> float:
@@ -140,7 +172,10 @@ def _more_memory(plan: Plan) -> list[str]:
     if gpu is not None:
         bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + missing)
         if _good(make_plan(plan.spec, replace(plan.machine, gpu=bigger), plan.workload)):
-            return [f"a GPU with {_gigabytes(bigger.memory_nbytes)} of VRAM would hold it"]
+            size = _gigabytes(bigger.memory_nbytes)
+            if gpu.unified:
+                return [f"a machine with {size} of memory would hold it"]
+            return [f"a GPU with {size} of VRAM would hold it"]
     return []
 
 

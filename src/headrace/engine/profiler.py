@@ -39,6 +39,7 @@ OP_CLASSES = {
     "sealed_attention_prefill": leaf.ATTENTION_PREFILL,
     "sealed_attention_decode": leaf.ATTENTION_DECODE,
     "router_topk": leaf.ROUTER,
+    "route": leaf.ROUTER,
     "moe": leaf.EXPERTS_GPU,
 }
 # A block's plain product is its last part.

@@ -10,19 +10,23 @@ from datetime import UTC, datetime
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kv.storage import is_out_of_memory
 from headrace.machine.dram_probe import dram_read_gbps
+from headrace.machine.gpu_rates import hbm_read_gbps, product_gflops
 from headrace.machine.probe import Machine
 from headrace.machine.profile import GpuProfile, HostProfile, LinkProfile, MachineProfile, Rate
 from headrace.machine.profile_store import profile_of
 from headrace.machine.quick_probe import pcie_h2d_gbps
+from headrace.ops.measure import gpu_kernels
 
 _PRODUCT = 1024  # rows and columns of the product that shows the CPU's arithmetic
 
 
-def this_machine(machine: Machine, threads: int) -> MachineProfile:
+def this_machine(machine: Machine, threads: int, *, on_gpu: bool = False) -> MachineProfile:
     """The measured profile of this machine, with rough rates for what it lacks.
 
-    Takes a quarter of a second where nothing was measured before.
+    Takes a quarter of a second where nothing was measured before, and a second more with ``on_gpu``: the
+    GPU's own rates are wanted, too.
     """
     gpu = machine.gpus[0] if machine.gpus else None
     found, _ = profile_of(machine)
@@ -40,7 +44,10 @@ def this_machine(machine: Machine, threads: int) -> MachineProfile:
             gpu=GpuProfile(gpu.name, gpu.memory_total_nbytes) if gpu else None,
             link=LinkProfile("PCIe") if gpu else None,
         )
-    return with_rates(found, _quick_rates(found, threads))
+    rates = _quick_rates(found, threads)
+    if on_gpu:
+        rates |= _gpu_rates(found)
+    return with_rates(found, rates)
 
 
 def with_rates(profile: MachineProfile, rates: Mapping[str, Rate]) -> MachineProfile:
@@ -66,6 +73,28 @@ def _quick_rates(profile: MachineProfile, threads: int) -> dict[str, Rate]:
         link = pcie_h2d_gbps()
         if link is not None:
             rates["pcie_h2d"] = measured_rate(link, "GB/s", "pinned copy of 64 MiB")
+    return rates
+
+
+def _gpu_rates(profile: MachineProfile) -> dict[str, Rate]:
+    """What pricing a step on the GPU needs and the profile does not have; left out where memory is short."""
+    kernels = gpu_kernels()
+    rates: dict[str, Rate] = {}
+    if kernels is None:
+        return rates
+    try:
+        if "hbm_read" not in profile.rates:
+            rates["hbm_read"] = measured_rate(
+                hbm_read_gbps(kernels), "GB/s", "kernel that only reads"
+            )
+        for dtype in ("bf16", "f32"):
+            name = f"gpu_flops_{dtype}"
+            gflops = None if name in profile.rates else product_gflops(dtype)
+            if gflops is not None:
+                rates[name] = measured_rate(gflops, "GFLOP/s", "square product")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
     return rates
 
 

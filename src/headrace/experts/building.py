@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from headrace.experts.cpu_share import ServiceShare
+from headrace.experts.chunk import ChunkCompute
+from headrace.experts.cpu_share import Answer, ServiceShare
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.paths import ExpertPaths
@@ -16,7 +17,7 @@ from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock, request_block
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct, StreamPrefill
+from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
 from headrace.ops import registry
 from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceOptions
@@ -32,7 +33,8 @@ _LINE_NBYTES = 64
 class Paths(ExpertPaths, Protocol):
     """Paths that prompts can use, too."""
 
-    def product(self, act: Activation) -> SliceProduct: ...
+    def chunk(self, act: Activation) -> ChunkCompute: ...
+    def answer(self) -> Answer | None: ...
 
 
 class PathsFactory(Protocol):
@@ -104,14 +106,18 @@ def make_executor(
             lost = ExpertFault.NONE if service.running() else ExpertFault.WORKER
             return service.fault() or lost
 
-        cpu = ServiceShare(block, fields, layout.num_slices, fault)
+        def busy_s() -> float:
+            service = executors[0].service
+            return 0.0 if service is None else service.stats().busy_s
+
+        cpu = ServiceShare(block, fields, layout.num_slices, fault, paths.answer(), busy_s)
     together = 0.0 if rates is None else rates.pcie_gbps + rates.cpu_gbps
     prefill = StreamPrefill(
         device,
         store,
         plan,
         paths,
-        paths.product(act),
+        paths.chunk(act),
         cpu=cpu,
         cpu_share=rates.cpu_gbps / together if rates is not None and together else 0.0,
     )

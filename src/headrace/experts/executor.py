@@ -272,6 +272,8 @@ class HybridExecutor:
         Raises:
             DeviceLostError: its threads hang, and with them the memory that graphs point to.
         """
+        if isinstance(self._prefill, StreamPrefill):
+            self._prefill.settle()
         if self.service is None:
             return
         asked = self.service.fault() is not ExpertFault.NONE  # a prompt's part was not answered

@@ -16,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.cpu_share import Answer
 from headrace.experts.foresight import FORMATS, guess, surest
 from headrace.experts.items import Items
+from headrace.experts.lending import lend
 from headrace.experts.plan_oracle import (
     FREE,
     NO_PLACE,
@@ -36,7 +39,6 @@ from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
 from headrace.experts.slice_reference import run_items, slice_output
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct
 from headrace.ops.expert_records import CpuExperts, RouterView
 from headrace.ops.records import Activation
 
@@ -159,10 +161,15 @@ class ExpertPaths(Protocol):
         ...
 
     def slot(self, number: int) -> torch.Tensor:
-        """See ``stream.SlotTable``, as the next two."""
+        """A slot's bytes, uint8 [slice_nbytes]."""
         ...
 
-    def slots_of(self, layer: int) -> list[int]: ...
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        """See ``chunk.SlotTable``, as the next three."""
+        ...
+
+    def residency(self) -> npt.NDArray[np.int32]: ...
+    def lend(self, count: int) -> None: ...
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None: ...
 
 
@@ -345,9 +352,20 @@ class HostPaths:
     def slot(self, number: int) -> torch.Tensor:
         return self.arena[number]
 
-    def slots_of(self, layer: int) -> list[int]:
-        size = self.shape.num_experts * self.shape.num_slices
-        return self.tables.slot_of[layer * size : (layer + 1) * size]
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        return self.arena[first : first + count]
+
+    def residency(self) -> npt.NDArray[np.int32]:
+        return np.array(self.tables.slot_of, np.int32).reshape(self.shape.num_layers, -1)
+
+    def lend(self, count: int) -> None:
+        view = self.view()
+        values = np.repeat(view.values, self.shape.num_slices)
+        found = lend(view.slot_of, view.owner_of, values, count)
+        for source, target in found.moves:
+            self.arena[target] = self.arena[source]
+        self.tables.slot_of[:] = found.slot_of.tolist()
+        self.tables.owner_of[:] = found.owner_of.tolist()
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
@@ -355,15 +373,19 @@ class HostPaths:
             [(s, first + old if old != FREE else FREE, first + new) for s, old, new in changes]
         )
 
-    def product(self, act: Activation) -> SliceProduct:
-        """Computes a slice for many tokens, in float64."""
+    def chunk(self, act: Activation) -> ChunkCompute:
+        """Computes prompt chunks, in float64."""
         layouts = self._store.layouts
 
         def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             part = slice_weights(piece.unsqueeze(0), layouts[layer], 0)
             return slice_output(part, act, x.double()).float()
 
-        return product
+        return SliceChunk(self, product, self.shape.num_slices)
+
+    def answer(self) -> Answer | None:
+        """The host waits for the CPU itself."""
+        return None
 
 
 def _rows(values: Any) -> Any:

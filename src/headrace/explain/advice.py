@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from headrace.explain import leaf
 from headrace.explain.catalogue.functions import acceptance_for, round_tokens
 from headrace.explain.cost import Work, price
+from headrace.explain.kernel_rates import ExpertPrice
 from headrace.explain.running_cost import (
     MATRICES,
     ClassWork,
@@ -23,6 +24,7 @@ from headrace.explain.running_cost import (
 )
 from headrace.machine.profile import MachineProfile
 
+OFFLOADED = (leaf.EXPERTS_GPU, leaf.EXPERT_FETCH, leaf.EXPERTS_CPU)
 DRAFTS = 4  # drafts of a round that the advice is worked out for
 BATCHES = (2, 4, 8, 16)
 FEW_BITS = (
@@ -32,13 +34,17 @@ FEW_BITS = (
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A measured step: its classes' seconds beside their work, and what no class explains."""
+    """A measured step: its classes' seconds beside their work, and what no class explains.
+
+    experts: what those in host memory should take on a machine, None without such.
+    """
 
     model: RunningModel
     rows: StepRows
     machine: MachineProfile
     measured: Mapping[str, float]
     step_s: float
+    experts: ExpertPrice | None = None
 
     def seconds(
         self, rows: StepRows, change: Callable[[str, ClassWork], Work] | None = None
@@ -186,4 +192,8 @@ def with_machine(step: Calibrated, machine: MachineProfile) -> float:
         before = price(one.work, step.machine).floor_s
         if name in step.measured and before > 0:
             total += step.measured[name] * (price(one.work, machine).floor_s / before - 1)
+    if step.experts is not None:
+        # Their paths run beside each other: they are priced together.
+        measured = sum(step.measured.get(name, 0.0) for name in OFFLOADED)
+        total += measured * (step.experts(machine).seconds / step.experts(step.machine).seconds - 1)
     return total

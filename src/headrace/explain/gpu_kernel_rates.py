@@ -11,6 +11,7 @@ Rates of a ``MachineProfile``, beside those of ``kernel_rates``:
 - ``attention_t<n>`` (s): a layer's attention of one sequence over n tokens; between the lengths that were
   measured it is taken to be straight, and beyond them it goes on as between the last two
 - ``kernel_launch`` (s): of one kernel outside of a graph
+- ``block_host`` (s): of the host, for each block of a sequence's cache, beside ``step_host``
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ A GPU's are ``gpu_kernel_rates``'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headrace.core.errors import MachineError
@@ -50,6 +50,14 @@ class ExpertSeconds:
     gpu_s: float
     fetch_s: float = 0.0
     cpu_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.gpu_s + self.fetch_s + self.cpu_s
+
+
+ExpertPrice = Callable[[MachineProfile], ExpertSeconds]
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,9 @@ def predict(
         classes = {name: _class_seconds(name, one, rows, machine) for name, one in costs.items()}
         classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
     classes[leaf.SCHEDULE] = rate_of(machine, "step_host")
+    if model.gpu:
+        blocks = sum(-(-(new + cached) // model.block_tokens) for new, cached in rows.sequences)
+        classes[leaf.SCHEDULE] += blocks * rate_of(machine, "block_host")
     classes[leaf.DETOKENIZE] = rows.sampled * rate_of(machine, "token_host")
     return Predicted(classes)
 

@@ -12,18 +12,22 @@ from headrace.core.errors import InternalError, MachineError
 from headrace.core.step import StepStats
 from headrace.explain import advice, leaf
 from headrace.explain.cost import Work, price
-from headrace.explain.kernel_rates import ExpertSeconds, predict
+from headrace.explain.kernel_rates import ExpertPrice, predict
 from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
 from headrace.machine.profile import MachineProfile
 
 # Hardware that can be doubled, and the rates that double with it.
 PROPERTIES: Mapping[str, tuple[str, ...]] = {
-    "host memory rate": ("dram_read",),
+    # Experts on the CPU are bound by its memory: their kernels read at 85% of a plain loop's rate.
+    "host memory rate": ("dram_read", "cpu_experts"),
     "CPU arithmetic": ("cpu_flops",),
-    "GPU memory rate": ("hbm_read",),
+    "GPU memory rate": ("hbm_read", "kernel_one_slices"),
     "GPU arithmetic": ("gpu_flops",),
     "link rate": ("pcie",),
 }
+NOTABLE = 0.05  # share of a step from which a class is worth a sentence
+ABOVE_ROOF = 0.95  # measured over floor, below which noise is no explanation
+ALONE = 1.3  # times what the kernels take alone, from which something else must be going on
 WORTH_SAYING = 0.01  # changes of less than a hundredth of the throughput are left out
 KV_CHOICES: Mapping[str, float] = {"bf16": 2.0}  # formats of the cache with fewer bytes, by bytes
 
@@ -107,13 +111,13 @@ def explain(
     model: RunningModel,
     machine: MachineProfile,
     threads: int | None = None,
-    experts: ExpertSeconds | None = None,
+    experts: ExpertPrice | None = None,
 ) -> ExplainReport:
     """Work out the report.
 
     Args:
         threads: that computed, None where it is not known.
-        experts: what those in host memory should take.
+        experts: what those in host memory should take on a machine.
 
     Raises:
         InternalError: the sample is empty.
@@ -129,6 +133,9 @@ def explain(
         if not seconds.get(ident):
             seconds[ident] = value
             calls.setdefault(ident, more_calls[ident])
+    starts = [c.seconds for s in sample.stats for c in s.classes if c.id == leaf.LAUNCHES]
+    if sample.slowed and starts:  # not every step tells
+        seconds[leaf.LAUNCHES], calls[leaf.LAUNCHES] = sum(starts) / len(starts), 1.0
     costs = running_cost(model, sample.rows)
     rows = [
         _row(
@@ -141,10 +148,11 @@ def explain(
         )
         for i in sorted(seconds, key=lambda i: -seconds[i])
     ]
-    step = advice.Calibrated(model, sample.rows, machine, seconds, step_s)
+    step = advice.Calibrated(model, sample.rows, machine, seconds, step_s, experts)
     tokens = sample.rows.tokens
     try:
-        predicted_s = predict(model, sample.rows, machine, experts).seconds
+        offloaded = None if experts is None else experts(machine)
+        predicted_s = predict(model, sample.rows, machine, offloaded).seconds
     except MachineError:  # a rate was not measured
         predicted_s = None
     return ExplainReport(
@@ -163,8 +171,25 @@ def explain(
         predicted_s=predicted_s,
         hardware=tuple(_hardware(step)),
         software=tuple(_software(step)),
-        advice=(*_advice(step), *_threads(step, threads)),
+        advice=(*_advice(step), *_threads(step, threads), *_doubts(rows, step_s, predicted_s)),
     )
+
+
+def _doubts(rows: Sequence[ClassRow], step_s: float, predicted_s: float | None) -> list[str]:
+    """What a reader would wonder about."""
+    lines: list[str] = []
+    above = [row.id for row in rows if row.ratio is not None and row.ratio < ABOVE_ROOF]
+    if above:
+        lines.append(
+            f"Faster than the floor: {', '.join(above)}. Floors are those of main memory; what stays in a "
+            "cache is read faster, and stands above the roof."
+        )
+    if predicted_s is not None and step_s > ALONE * predicted_s:
+        lines.append(
+            f"The step takes {step_s / predicted_s:.1f} times what its kernels took alone: other programs "
+            "may use the machine, or its clocks have fallen. Run it again on an idle machine."
+        )
+    return lines
 
 
 def _means(steps: Sequence[StepStats]) -> tuple[dict[str, float], dict[str, float]]:
@@ -225,7 +250,7 @@ def _row(
     floor = priced.floor_s
     return ClassRow(
         id=ident,
-        calls=calls,
+        calls=round(calls, 2),
         flops=work.flops,
         nbytes=work.nbytes,
         intensity=priced.intensity if work.nbytes and math.isfinite(priced.intensity) else None,
@@ -293,11 +318,11 @@ def _advice(step: advice.Calibrated) -> list[str]:
             f"tokens, each sequence {now * best.batch / best.tokens_per_s:.1f} times slower."
         )
     moe = step.model.spec.moe
-    if moe is not None:
+    if moe is not None and step.model.gpu and "expert" not in step.model.matrices:
         need = advice.offloaded_break_even(moe.num_experts, moe.num_experts_per_token)
         lines.append(
-            f"With the experts in host memory and uniform routing, drafting would need an acceptance "
-            f"of {need:.0%}: 1 - {moe.num_experts_per_token}/{moe.num_experts}."
+            f"Where moving missing experts is all that counts, and routing is uniform, drafting needs an "
+            f"acceptance of {need:.0%}: 1 - {moe.num_experts_per_token}/{moe.num_experts}."
         )
     bits = 8 * step.model.weights_nbytes / sum(s.elements for s in step.model.matrices.values())
     gain = step.step_s / advice.with_weight_bits(step, advice.FEW_BITS)
@@ -308,7 +333,10 @@ def _advice(step: advice.Calibrated) -> list[str]:
         )
     else:
         lines.append(f"Quantisation: at {bits:.1f} bits a weight there is little left to gain.")
-    measured = step.measured
-    if measured.get(leaf.SAMPLING, 0.0) > 0.05 * step.step_s:
-        lines.append("Sampling takes more than 5% of the step: fewer truncations would help.")
+    sampling = step.measured.get(leaf.SAMPLING, 0.0) / step.step_s
+    if sampling > NOTABLE:
+        lines.append(
+            f"Sampling takes {sampling:.0%} of the step: it reads all {step.model.spec.vocab:,} logits once "
+            "for a greedy token, three times with top-k or top-p."
+        )
     return lines

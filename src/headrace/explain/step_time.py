@@ -87,10 +87,15 @@ def step_time(
 
 
 def _in_a_graph(machine: MachineProfile) -> MachineProfile:
-    """The machine with the kernels of a graph, which start faster than one by one."""
-    if "graph_kernel" not in machine.rates:
+    """The machine with the kernels of a graph, which start faster than one by one.
+
+    Where it was measured, with what a kernel that reads costs beside its bytes: on an H200 2.8 us, the
+    smallest kernel 0.6 (2026-11-30).
+    """
+    found = machine.rates.get("graph_read") or machine.rates.get("graph_kernel")
+    if found is None:
         return machine
-    rates = {**machine.rates, "kernel_launch": machine.rates["graph_kernel"]}
+    rates = {**machine.rates, "kernel_launch": found}
     return replace(machine, rates=rates)
 
 

@@ -236,7 +236,10 @@ class Measurement:
 
     def _launches(self, gpu: GpuSide) -> None:
         for name, value in gpu.launch_times().items():
-            self._add(name, value, "1,000 of the smallest kernel", "s")
+            kernels = (
+                "reads of 1 and 4 MiB, bytes taken off" if name == "graph_read" else "the smallest"
+            )
+            self._add(name, value, f"1,000 kernels: {kernels}", "s")
         self._add("flag_round_trip", gpu.flag_round_trip_s(), "2,000 flags in pinned memory", "s")
 
 

@@ -23,6 +23,9 @@ _HOST_NBYTES = 512 << 20
 _HBM_NBYTES = 4 << 30  # far beyond any L2 cache
 _PRODUCT = 8192  # rows, columns and depth of the matrix product
 _LAUNCHES = 1000
+# Reads whose time is mostly what a kernel costs beside its bytes: the start, the first bytes' way from
+# memory, the last program's end. As large as a layer's matrices of a small model.
+_SHORT_NBYTES, _SHORTS = 1 << 20, 4
 
 
 _cuda: Any = torch.cuda  # its own types are incomplete
@@ -203,7 +206,10 @@ def _product(dtype: str, n: int) -> Callable[[], Any]:
 
 
 def launch_times(kernels: GpuKernels) -> dict[str, float]:
-    """Seconds of a launch: kernels one by one, a graph of one kernel, and each kernel of a graph."""
+    """Seconds of a launch: kernels one by one, a graph of one kernel, and each kernel of a graph.
+
+    ``graph_read``: of a kernel of a graph that reads what no cache holds, without its bytes.
+    """
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def launch() -> None:
@@ -217,7 +223,23 @@ def launch_times(kernels: GpuKernels) -> dict[str, float]:
         for _ in range(_LAUNCHES):
             one.replay()
 
+    memory = torch.zeros(_SHORT_NBYTES * _SHORTS * _LAUNCHES // 8, dtype=torch.uint8, device="cuda")
+
+    def reads(nbytes: int) -> Callable[[], None]:
+        pieces = [memory[i : i + nbytes] for i in range(0, memory.numel(), nbytes)]
+
+        def read() -> None:
+            for index in range(_LAUNCHES):
+                kernels.read(pieces[index % len(pieces)])
+
+        return read
+
+    kernels.read(memory)
+    short, longer = (
+        _best_s(_captured(reads(n * _SHORT_NBYTES)).replay) / _LAUNCHES for n in (1, _SHORTS)
+    )
     return {
+        "graph_read": max(short - (longer - short) / (_SHORTS - 1), 1e-9),
         "kernel_launch": _best_s(launch) / _LAUNCHES,
         "graph_launch": _best_s(replay) / _LAUNCHES,
         "graph_kernel": _best_s(many.replay) / _LAUNCHES,

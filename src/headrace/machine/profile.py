@@ -97,7 +97,8 @@ class MachineProfile:
       ``cpu_experts_<format>_t<n>`` with n
     - ``gpu_flops_<dtype>``, ``cpu_flops_<dtype>`` (GFLOP/s)
     - ``kernel_launch`` (one by one), ``graph_launch`` (a graph of one kernel), ``graph_kernel`` (each of
-      many in a graph), ``flag_round_trip`` (GPU to CPU thread and back), ``thread_wake`` (s)
+      many in a graph), ``graph_read`` (of one there that reads memory, without its bytes),
+      ``flag_round_trip`` (GPU to CPU thread and back), ``thread_wake`` (s)
 
     ``best_threads``: for the CPU's part beside this GPU, None if not measured. ``measured_at``: UTC, ISO
     8601, empty for catalogued machines. ``gpu`` and ``link`` are None on a machine without a GPU.

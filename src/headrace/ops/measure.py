@@ -76,9 +76,10 @@ class TritonProbes:
         self._probes: Any = probes  # launches are Triton's syntax
 
     def read(self, source: torch.Tensor) -> None:
-        programs: int = device_properties().multi_processor_count * _READ_PROGRAMS_PER_SM
-        sums = torch.empty(programs, dtype=torch.int64, device=source.device)
         words = source.view(torch.int64)
+        most: int = device_properties().multi_processor_count * _READ_PROGRAMS_PER_SM
+        programs = min(most, -(-words.numel() // _WORDS))
+        sums = torch.empty(programs, dtype=torch.int64, device=source.device)
         self._probes.read_kernel[(programs,)](words, sums, words.numel(), _WORDS, num_warps=8)
 
     def gather(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import pytest
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
 from headrace.engine.plan import fetch_share, make_plan, with_rate
-from headrace.engine.plan_changes import alternatives, changes
+from headrace.engine.plan_changes import alternatives, changes, faster_ways
 from headrace.engine.plan_hits import expected_hit_rate
 from headrace.engine.plan_memory import VRAM_RESERVE_NBYTES, Workload, workspace_nbytes
 from headrace.explain.engine_model import engine_model
@@ -150,3 +150,18 @@ def test_concurrency_shares_weights():
     )
     assert eight.speed.tokens_s.expected > 6 * one.speed.tokens_s.expected
     assert eight.layout.used["vram"]["KV cache"] == 8 * one.layout.used["vram"]["KV cache"]
+
+
+def test_what_would_bring_it_into_vram_is_said():
+    said = faster_ways(plan("llama-3.1-70b", "h100"))
+    # 70.55 billion weights: 141 GB in 16 bits, half of it in 8, beside caches in 80 GB
+    assert len(said) == 1
+    assert said[0].startswith("stored as fp8_e4m3 (71 GB) all of it lies in VRAM")
+    assert faster_ways(plan("gpt-oss-120b", "h100")) == []
+
+
+def test_one_memory_has_no_link():
+    names = [change.name for change in changes(plan("gpt-oss-120b", "apple-m4-max"))]
+    assert "+8 GB of memory" in names
+    assert "memory twice as fast" in names
+    assert not any("link" in name or "VRAM" in name for name in names)
