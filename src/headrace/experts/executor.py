@@ -31,6 +31,9 @@ from headrace.ops.expert_records import ExpertFault, ExpertService, RouterView, 
 
 log = logging.getLogger(__name__)
 
+# Tokens of a step that is guessed: what was measured. The kernels take more.
+FORESEEN_TOKENS = 1
+
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
 
@@ -127,6 +130,7 @@ class HybridExecutor:
         self._fork, self._join = device.event(), device.event()
         # Whether a layer is guessed as soon as PCIe rests in the one before, or at its own begin.
         self.early = True
+        self.foreseen_tokens = min(FORESEEN_TOKENS, shape.max_tokens)
         self._ahead, self._early_guess = device.event(), device.event()
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._routers: dict[int, RouterView] = {}
@@ -193,7 +197,7 @@ class HybridExecutor:
             self._after = (layer, x, valid)
 
     def _can_foresee(self, layer: int, x: torch.Tensor) -> bool:
-        if not self.plan_shape.max_prefetch or x.shape[0] > self.shape.max_tokens:
+        if not self.plan_shape.max_prefetch or x.shape[0] > self.foreseen_tokens:
             return False
         router = self._routers.get(layer)
         return router is not None and self.can_fetch[layer] and self.paths.can_foresee(router)
