@@ -109,7 +109,7 @@ def test_guesses_never_change_results(
     store: HostStore, noise: float, slots: int, early: bool
 ) -> None:
     executor = _host_executor(store, slots)
-    executor.early = early
+    executor.early, executor.foreseen_tokens = early, TOKENS
     assert _run(executor, store, noise, 6) < 1e-6
     counts, nbytes = executor.counts(), store.layout.slice_nbytes
     assert counts.prefetched_nbytes >= counts.ahead_nbytes > 0

@@ -30,6 +30,9 @@ Progress = Callable[[str, float], None]
 
 # Well within the 50 ms after which the CPU's threads sleep (ops.expert_records.ServiceOptions).
 _WAKE_S = 0.01
+# Slices prefetched for a layer (docs/adr/0006), and the slots from which on their eight are few.
+PREFETCHES = 4
+SLOTS_TO_PREFETCH = 256
 
 
 def supported_formats() -> frozenset[str]:
@@ -107,6 +110,7 @@ class ExpertPlace:
                     "the rates of PCIe and of the CPU are not known: CUDA is not available",
                     hint="run `headrace doctor` to see what is missing",
                 )
+            slots = vram.experts_nbytes // layout.slice_nbytes
             executor = make_executor(
                 self._device,
                 store,
@@ -114,7 +118,8 @@ class ExpertPlace:
                     mode,
                     min(resolved.max_num_seqs, STEP_TOKENS),
                     moe.num_experts_per_token,
-                    vram.experts_nbytes // layout.slice_nbytes,
+                    slots,
+                    PREFETCHES if mode == "hybrid" and slots >= SLOTS_TO_PREFETCH else 0,
                 ),
                 Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit),
                 threads=resolved.threads,

@@ -31,6 +31,9 @@ from headrace.ops.expert_records import ExpertFault, ExpertService, RouterView, 
 
 log = logging.getLogger(__name__)
 
+# Tokens of a step that is guessed: what was measured. The kernels take more.
+FORESEEN_TOKENS = 1
+
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
 
@@ -127,6 +130,7 @@ class HybridExecutor:
         self._fork, self._join = device.event(), device.event()
         # Whether a layer is guessed as soon as PCIe rests in the one before, or at its own begin.
         self.early = True
+        self.foreseen_tokens = min(FORESEEN_TOKENS, shape.max_tokens)
         self._ahead, self._early_guess = device.event(), device.event()
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._routers: dict[int, RouterView] = {}
@@ -189,10 +193,11 @@ class HybridExecutor:
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         """See ``layers.moe.Foresight``."""
-        self._after = (layer, x, valid)
+        if self.early and self._can_foresee(layer + 1, x):
+            self._after = (layer, x, valid)
 
     def _can_foresee(self, layer: int, x: torch.Tensor) -> bool:
-        if not self.plan_shape.max_prefetch or x.shape[0] > self.shape.max_tokens:
+        if not self.plan_shape.max_prefetch or x.shape[0] > self.foreseen_tokens:
             return False
         router = self._routers.get(layer)
         return router is not None and self.can_fetch[layer] and self.paths.can_foresee(router)
@@ -201,12 +206,10 @@ class HybridExecutor:
         """Once this layer's fetches have arrived, send the next one's, guessed from the state that this
         layer's experts are given."""
         after, self._after = self._after, None
-        if not self.early or after is None or after[0] != layer:
+        if after is None or after[0] != layer:
             return
         _, x, valid = after
         following = layer + 1
-        if following == self.plan_shape.num_layers or not self._can_foresee(following, x):
-            return
         router = self._routers[following]
         guessed = self.paths.guess(x.contiguous(), router)
         self._early_guess.record()
