@@ -89,7 +89,7 @@ class Bench:
         self.order = random.Random(1)
         chosen = tuple(cpus[:threads]) if len(cpus) > threads else None
         self.service = cpu.NativeExpertService(
-            layout,
+            [layout],
             [store.bytes.data_ptr()],
             store.num_experts,
             Activation("swiglu_clamped"),
