@@ -196,7 +196,14 @@ class GpuStepProfiler(StepProfiler):
         marked = graphs.record(size, around)
         self._leave()
         names = list(labels)
+        self._wake()
         self._recorded[size] = _Recorded(marked, names, graphs.record(size, around))
+        self._wake()
+
+    def _wake(self) -> None:
+        """A capture takes about as long as the CPU's experts stay awake without work."""
+        if self._executor is not None:
+            self._executor.step_begins(1)
 
     def _enter(self) -> None:
         self._entered = True
