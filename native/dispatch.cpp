@@ -6,27 +6,62 @@
 namespace headrace {
 namespace {
 
-std::vector<const Kernels*> usable() {
-  std::vector<const Kernels*> found;
 #if defined(HEADRACE_X86)
+bool has_avx2() {
   __builtin_cpu_init();  // these checks include the system's support (XGETBV)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    found.push_back(&avx512_kernels());
-  if (avx2) found.push_back(&avx2_kernels());
-#endif
-  found.push_back(&scalar_kernels());
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+bool has_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+bool has_vnni() {
+  static const bool found = has_bf16() && __builtin_cpu_supports("avx512vnni");
   return found;
 }
 
-#if defined(HEADRACE_X86)
-bool has_vnni() {
-  return usable().front() == &avx512_kernels() && __builtin_cpu_supports("avx512vnni") &&
-         __builtin_cpu_supports("avx512bf16");
+Kernels with_tiles(const TileKernels& tiles) {
+  Kernels table = avx512_kernels();
+  table.name = tiles.name;
+  table.tiles = &tiles;
+  return table;
+}
+
+// Null where there is no AMX.
+const Kernels* amx_kernels() {
+  std::string why_not;
+  static const TileKernels* tiles = has_bf16() ? amx_tiles(why_not) : nullptr;
+  if (tiles == nullptr) return nullptr;
+  static const Kernels table = with_tiles(*tiles);
+  return &table;
+}
+
+// Numerics of their own also with few rows, or no use but in tests: never a default and not among `supported`.
+const Kernels* by_name_only(const std::string& name) {
+  if (name == "avx512_vnni" && has_vnni()) return &vnni_kernels();
+  if (name != "avx512_bf16" || !has_bf16()) return nullptr;
+  static const Kernels table = with_tiles(bf16_tiles());
+  return &table;
 }
 #endif
+
+const std::vector<const Kernels*>& usable() {
+  static const std::vector<const Kernels*> found = [] {
+    std::vector<const Kernels*> kernels;
+#if defined(HEADRACE_X86)
+    if (const Kernels* amx = amx_kernels()) kernels.push_back(amx);
+    if (has_avx512()) kernels.push_back(&avx512_kernels());
+    if (has_avx2()) kernels.push_back(&avx2_kernels());
+#endif
+    kernels.push_back(&scalar_kernels());
+    return kernels;
+  }();
+  return found;
+}
 
 std::atomic<const Kernels*>& chosen() {
   static std::atomic<const Kernels*> k{usable().front()};
@@ -55,11 +90,16 @@ std::string supported() {
   return names;
 }
 
+std::string why_no_tiles() {
+  if (kernels().tiles != nullptr) return "";
+  std::string why_not;
+  return amx_tiles(why_not) == nullptr ? why_not : "kernels without them were asked for by name";
+}
+
 std::string select_isa(const std::string& name) {
 #if defined(HEADRACE_X86)
-  // Other numerics, so never a default and not among `supported`: only by name.
-  if (name == "avx512_vnni" && has_vnni()) {
-    chosen().store(&vnni_kernels());
+  if (const Kernels* k = by_name_only(name)) {
+    chosen().store(k);
     return "";
   }
 #endif
@@ -68,7 +108,10 @@ std::string select_isa(const std::string& name) {
       chosen().store(k);
       return "";
     }
-  return "this CPU or build has no \"" + name + "\" kernels; it has: " + supported();
+  std::string reason;
+  if (name == "avx512_amx" && amx_tiles(reason) == nullptr) reason = " (" + reason + ")";
+  else reason.clear();
+  return "this CPU or build has no \"" + name + "\" kernels" + reason + "; it has: " + supported();
 }
 
 }  // namespace headrace

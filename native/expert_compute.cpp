@@ -17,6 +17,7 @@ constexpr int64_t kStripTokens = 32;
 // tokens take as long as one, whose rows have to be read; 4, 8 and 16 take 1.8, 3.1 and 6.1 times as long (MXFP4,
 // 15 threads of a Sapphire Rapids, 2026-11).
 constexpr int64_t kReadCost = 5, kTokenCost = 2;
+constexpr int64_t kTiledCost = 8;  // pairs that add one to kReadCost where tiles are used
 constexpr int64_t kTermAlignment = 64;
 
 int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -43,7 +44,6 @@ ExpertCompute::ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num
   const int64_t at[4] = {region(Format::mxfp4, false), region(Format::q4_k, false), region(Format::mxfp4, true),
                          region(Format::q4_k, true)};
   if (nbytes != 0) {
-    done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
     term_memory_.resize(static_cast<size_t>(nbytes + kTermAlignment));  // zero, and padding stays so
     const auto address = reinterpret_cast<uintptr_t>(term_memory_.data());
     uint8_t* start = term_memory_.data() + (up(static_cast<int64_t>(address), kTermAlignment) - static_cast<int64_t>(address));
@@ -51,6 +51,10 @@ ExpertCompute::ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num
     for (int i = 0; i < 4; ++i)
       if (at[i] >= 0) *to[i] = start + at[i];
   }
+  if (kernels().tiles != nullptr)
+    tiles_ = std::make_unique<ExpertTiles>(layout_.hidden, layout_.width, threads);
+  if (nbytes != 0 || tiles_ != nullptr)
+    done_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(sizes.items * blocks_));
   // results of a tile, gate and up of 32 columns, four expanded rows
   scratch_each_ = up(expanded_at() + 4 * padded(std::max(layout_.hidden, layout_.width)), 16);
   scratch_.resize(static_cast<size_t>(threads * scratch_each_));
@@ -99,17 +103,26 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
   expert_kernels_ = &expert_kernels();
   items_.clear();
   total_cost_ = 0;
+  const TileKernels* tiles = tiles_ != nullptr && r.tokens >= tile_use_.tokens ? kernels_->tiles : nullptr;
+  if (tiles != nullptr) tiles_->begin(*tiles);
+  tiled_ = false;
+  all_tiled_ = true;
   int64_t row = 0;
   for (int64_t i = 0; i < r.items; ++i) {
     const int32_t* item = r.item + 4 * i;
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
-    const int64_t cost = std::max<int64_t>(kReadCost, kTokenCost * item[3]);
-    items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_});
+    TiledItem tiled;
+    if (tiles != nullptr && item[3] >= tile_use_.pairs) tiled = tiles_->add(item[2], item[3]);
+    tiled_ |= tiled.used;
+    all_tiled_ &= tiled.used;
+    const int64_t cost = tiled.used ? kReadCost + item[3] / kTiledCost : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
+    items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_, tiled});
     row += item[3];
     total_cost_ += cost * units_;
   }
-  if (act_has_terms_)
+  if (tiled_) tiles_->reserve();
+  if (act_has_terms_ || tiled_)
     for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
       done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   return ExpertFault::none;
@@ -138,7 +151,8 @@ void ExpertCompute::quantise(int worker) {
     const uint8_t* p = m.data + 2 * from.column * m.row_nbytes;
     for (int64_t at = 0; at < reading_.near_nbytes; at += 64) __builtin_prefetch(p + at);
   }
-  if (!x_has_terms_) return;
+  if (tiled_) tiles_->pack_inputs(request_.x, request_.pair_token, worker);
+  if (!x_has_terms_ || all_tiled_) return;
   const int64_t blocks = layout_.hidden / kTermBlock, all = request_.tokens * blocks;
   const int64_t end = all * (worker + 1) / threads_;
   for (int64_t i = all * worker / threads_; i < end; ++i) {
@@ -147,11 +161,17 @@ void ExpertCompute::quantise(int worker) {
   }
 }
 
-// Rows [row0, row0 + rows) of `m` times pairs [pair0, pair0 + pairs) of the item: out[j * kStripRows + row].
+// Rows [row0, row0 + rows) of `m` times pairs [pair0, pair0 + pairs) of the item: out[j * kStripRows + row]. Tiles are
+// expanded for the first pairs and stay at their `place` for the others.
 void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs,
-                            bool gate_up, float* out, const Ahead& ahead, int worker) {
+                            bool gate_up, float* out, const Ahead& ahead, int worker, int place) {
   float* to[kStripTokens];
   for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
+  if (item.tiled.used) {
+    if (pair0 == 0) tiles_->expand(m, row0, rows, worker, place);
+    tiles_->multiply(m, rows, item.tiled, gate_up, pair0, pairs, to, worker, place);
+    return;
+  }
   const int32_t* token = request_.pair_token + item.first + pair0;
   if (gate_up ? x_has_terms_ : act_has_terms_) {
     const uint8_t* x[kStripTokens];
@@ -179,12 +199,17 @@ void ExpertCompute::finish(const Item& item, int64_t pair, int64_t c0, int64_t n
   kernels_->activate(gate, up, n, act_.kind, act_.alpha, act_.limit, to);
 }
 
-// Whoever completes a block of columns quantises it for all of the item's tokens.
+// Whoever completes a block of columns quantises or packs it for all of the item's tokens.
 void ExpertCompute::complete(int64_t index, int64_t c0, int64_t c1) {
   const Item& item = items_[static_cast<size_t>(index)];
   const int64_t b = c0 / kTermBlock;
   const auto n = static_cast<int32_t>(c1 - c0);
-  if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n != kTermBlock) return;
+  if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n !=
+      std::min(kTermBlock, layout_.width - b * kTermBlock)) return;
+  if (item.tiled.used) {
+    tiles_->pack_between(item.tiled, item.pairs, b, &between_[static_cast<size_t>(item.row * layout_.width)]);
+    return;
+  }
   for (int64_t j = 0; j < item.pairs; ++j)
     expert_kernels_->quantise(&between_[static_cast<size_t>((item.row + j) * layout_.width + b * kTermBlock)],
                               layout_.down_format, act_terms(item.row + j), b);
@@ -197,7 +222,7 @@ void ExpertCompute::columns(const Item& item, int64_t c0, int64_t c1, int64_t la
     float* rows = scratch(worker);
     if (factors_) {  // gate and up have their own
       product(item.slice.gate, c0, c1 - c0, item, j, n, true, rows, {last - c0, nullptr}, worker);
-      product(item.slice.up, c0, c1 - c0, item, j, n, true, rows + kTermBlock, {last - c0, nullptr}, worker);
+      product(item.slice.up, c0, c1 - c0, item, j, n, true, rows + kTermBlock, {last - c0, nullptr}, worker, 1);
     } else {
       product(item.slice.gate_up, 2 * c0, 2 * (c1 - c0), item, j, n, true, rows, {2 * (last - c0), next}, worker);
     }
@@ -218,7 +243,7 @@ void ExpertCompute::gate_up(int worker) {
     for (int64_t c0 = first; c0 < last;) {
       const int64_t c1 = std::min(last, (c0 / kTermBlock + 1) * kTermBlock);
       columns(item, c0, c1, last, next, worker);
-      if (act_has_terms_) complete(i, c0, c1);
+      if (act_has_terms_ || item.tiled.used) complete(i, c0, c1);
       c0 = c1;
     }
   }

@@ -1,13 +1,14 @@
 // The work of one request to the CPU's experts: slices of experts for the tokens that use them.
 //
 //   plan       checks the request and cuts the work, on one thread
-//   quantise   activation rows into two int8 terms per block, once (MXFP4, Q4_K)
+//   quantise   activation rows into two int8 terms per block, once (MXFP4, Q4_K), or into tiles
 //   gate_up    gate and up rows, activation; workers share the rows of all items
 //   down       down rows, weighted and summed; workers share the hidden dimension
 //
 // Every worker calls the three phases in order, with a barrier between two phases. Results depend neither
-// on the number of workers nor, token by token, on other tokens and items: a row is one sum in fixed order,
-// and a token's items are added in the order in which they stand (expert, slice).
+// on the number of workers nor, in requests of up to 16 tokens, on other tokens and items: a row is one sum in fixed
+// order, and a token's items are added in the order in which they stand (expert, slice). In larger requests items
+// of several tokens use tiles where the CPU has them (tiles.h), so that a dozen tokens cost what one does.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,6 +17,7 @@
 
 #include "expert_kernels.h"
 #include "expert_slab.h"
+#include "expert_tiles.h"
 #include "kernels.h"
 #include "ops.h"
 
@@ -59,6 +61,7 @@ class ExpertCompute {
   int threads() const { return threads_; }
   int64_t nbytes() const { return static_cast<int64_t>(items_.size()) * layout_.slice_nbytes; }
   void set_reading(const Reading& r) { reading_ = r; }
+  void set_tile_use(const TileUse& u) { tile_use_ = u; }
 
  private:
   struct Item {
@@ -68,6 +71,7 @@ class ExpertCompute {
     int64_t row;            // first row of its activations
     int64_t cost;           // of one unit of its columns
     int64_t cost_before;    // of all items before it
+    TiledItem tiled;
   };
   struct Cut {
     int64_t item, column;
@@ -81,7 +85,7 @@ class ExpertCompute {
   int64_t expanded_at() const;
   void complete(int64_t item, int64_t c0, int64_t c1);
   void product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs, bool gate_up,
-               float* out, const Ahead& ahead, int worker);
+               float* out, const Ahead& ahead, int worker, int place = 0);
   float* scratch(int worker) { return &scratch_[static_cast<size_t>(worker * scratch_each_)]; }
   uint8_t* x_terms(int64_t token) { return x_terms_ + token * x_nbytes_; }
   uint8_t* act_terms(int64_t row) { return act_terms_ + row * act_nbytes_; }
@@ -96,11 +100,15 @@ class ExpertCompute {
   int64_t x_nbytes_ = 0, act_nbytes_ = 0;  // bytes of a row of terms, or 0
   const int64_t units_, blocks_;
   Reading reading_;
+  TileUse tile_use_;
 
   const Kernels* kernels_ = nullptr;
   const ExpertKernels* expert_kernels_ = nullptr;
   ExpertRequest request_{};
   std::vector<Item> items_;
+  std::unique_ptr<ExpertTiles> tiles_;  // where there are any
+  bool tiled_ = false;                  // some item of the request uses them
+  bool all_tiled_ = false;
   int64_t total_cost_ = 0;
 
   std::vector<float> between_;  // [rows, width]: activations of every (item, pair)

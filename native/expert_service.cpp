@@ -314,6 +314,7 @@ double ExpertService::request(double timeout_s) {
 }
 
 void ExpertService::set_reading(const Reading& reading) { state_->compute.set_reading(reading); }
+void ExpertService::set_tile_use(const TileUse& use) { state_->compute.set_tile_use(use); }
 void ExpertService::set_read_only(bool on) { state_->read_only.store(on); }
 
 void ExpertService::inject(ServiceFault fault, int worker) {

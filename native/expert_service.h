@@ -59,6 +59,7 @@ class ExpertService {
   double request(double timeout_s);
 
   void set_reading(const Reading& reading);
+  void set_tile_use(const TileUse& use);
   void set_read_only(bool on);  // read the items' bytes instead of computing: the yardstick
   void inject(ServiceFault fault, int worker);
 

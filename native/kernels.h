@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "matrix.h"
+#include "tiles.h"
 
 namespace headrace {
 
@@ -76,6 +77,8 @@ struct Kernels {
   void (*expand_fp8_columns)(const uint8_t* codes, int64_t page, int64_t count, int64_t head, float scale, float* out);
   // Formats whose sums only dot_rows computes (integer numerics): batches go token by token. May be null.
   bool (*rowwise)(Format) = nullptr;
+  // Products of calls with many rows (tiles.h), or null.
+  const TileKernels* tiles = nullptr;
 };
 
 const Kernels& scalar_kernels();

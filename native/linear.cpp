@@ -1,5 +1,7 @@
 #include "linear.h"
 
+#include "tiled.h"
+
 namespace headrace {
 namespace {
 
@@ -61,6 +63,10 @@ void linear_tile(const Kernels& k, const Product& p, const float* x, int64_t tok
 }  // namespace
 
 void linear(const Product* products, int count, const float* x, int64_t tokens) {
+  if (const TileKernels* tiles = tiles_for(tokens)) {
+    tiled_linear(*tiles, products, count, x, tokens);
+    return;
+  }
   const Kernels& k = kernels();
   over_tiles(products, count, tokens, [&](const Product& p, int64_t row0, int64_t rows, int worker) {
     linear_tile(k, p, x, tokens, row0, rows, worker);
@@ -68,6 +74,10 @@ void linear(const Product* products, int count, const float* x, int64_t tokens) 
 }
 
 void gated_linear(const Matrix& gate, const Matrix& up, const float* x, int64_t tokens, Gate act, float* out) {
+  if (const TileKernels* tiles = tiles_for(tokens)) {
+    tiled_gated(*tiles, gate, up, x, tokens, act, out);
+    return;
+  }
   const Kernels& k = kernels();
   const Product whole{&gate, nullptr, nullptr, out};
   over_tiles(&whole, 1, 2 * tokens, [&](const Product&, int64_t row0, int64_t rows, int worker) {

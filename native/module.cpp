@@ -14,6 +14,7 @@
 #include "ops.h"
 #include "pool.h"
 #include "sealed_module.h"
+#include "tiled.h"
 
 namespace nb = nanobind;
 using namespace headrace;
@@ -57,6 +58,16 @@ void py_linear(const Matrix& m, Address x, int64_t tokens, Address out, Address 
   const Product p{&m, at<const float>(bias), at<const float>(residual), at<float>(out)};
   const ReleaseIf lock(m.rows * m.cols * tokens > kLongCall);
   linear(&p, 1, at<const float>(x), tokens);
+}
+
+// Through tiles whatever the number of rows: false if there are none.
+bool py_tiled_linear(const Matrix& m, Address x, int64_t tokens, Address out) {
+  const TileKernels* tiles = kernels().tiles;
+  if (tiles == nullptr) return false;
+  const Product p{&m, nullptr, nullptr, at<float>(out)};
+  const nb::gil_scoped_release lock;
+  tiled_linear(*tiles, &p, 1, at<const float>(x), tokens);
+  return true;
 }
 
 void py_linear_group(const std::vector<const Matrix*>& ms, Address x, int64_t tokens, const std::vector<Address>& outs,
@@ -160,6 +171,7 @@ NB_MODULE(_native, m) {
   m.def("make_experts", &make_experts);
   m.def("make_cache", &make_cache);
   m.def("linear", &py_linear);
+  m.def("tiled_linear", &py_tiled_linear);
   m.def("linear_group", &py_linear_group);
   m.def("gated_linear", &py_gated_linear);
   m.def("moe", &py_moe);
@@ -208,6 +220,7 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported);
+  m.def("why_no_tiles", &why_no_tiles);
   bind_bandwidth(m);
   bind_sealed(m);
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "tiled.h"
 
 namespace headrace {
 namespace {
@@ -33,14 +34,15 @@ Plan group(const int32_t* ids, int64_t pairs, int64_t experts) {
   return plan;
 }
 
-// Runs body(touched expert, row0, rows, worker) over row tiles of all touched experts, in one wake.
+// Runs body(touched expert, row0, rows, worker) over row tiles of all touched experts, in one wake. `tile`: rows of
+// one, or 0 where float32 copies of them are multiplied.
 template <class F>
-void over_experts(const Plan& plan, int64_t rows_each, int64_t cols, const F& body) {
+void over_experts(const Plan& plan, int64_t rows_each, int64_t cols, int64_t tile, const F& body) {
   Pool& pool = Pool::instance();
   const auto touched = static_cast<int64_t>(plan.experts.size());
   if (touched == 0) return;
   const int64_t most = plan.start.back();
-  const int64_t rows = tile_rows(rows_each * touched, cols, most > touched ? 2 : 1, pool.threads());
+  const int64_t rows = tile != 0 ? tile : tile_rows(rows_each * touched, cols, most > touched ? 2 : 1, pool.threads());
   const int64_t tiles = (rows_each + rows - 1) / rows;
   pool.run(touched * tiles, most * rows_each * cols > kSerialWork, [&](int64_t item, int worker) {
     const int64_t row0 = item % tiles * rows;
@@ -48,16 +50,41 @@ void over_experts(const Plan& plan, int64_t rows_each, int64_t cols, const F& bo
   });
 }
 
-// to[j] = rows of m times x[j] for all tokens of an expert, in chunks.
-void product(const Kernels& k, const Matrix& m, int64_t row0, int64_t rows, const float* const* x, int64_t tokens,
-             float* const* to, float* expanded) {
-  if (!shares_copy(k, m, tokens)) {
-    tile_product(k, m, row0, rows, x, tokens, to, expanded);
-    return;
+// The products of one half: pairs of activations, in the order of the plan.
+struct Half {
+  const Kernels& k;
+  const TileKernels* tiles;
+  const std::vector<const float*>& x;
+  std::unique_ptr<PackedRows> packed;
+
+  Half(const Kernels& kernels, const TileKernels* t, const Plan& plan, const std::vector<const float*>& rows, int64_t cols)
+      : k(kernels), tiles(t), x(rows) {
+    if (t != nullptr) packed = std::make_unique<PackedRows>(*t, x.data(), plan.start.data(), static_cast<int64_t>(plan.experts.size()), cols);
   }
-  k.expand_rows(m, row0, rows, expanded, padded(m.cols));
-  k.gemm(expanded, padded(m.cols), rows, x, tokens, m.cols, to);
-}
+
+  int64_t scratch(const Matrix& m, int64_t rows) const {
+    return std::max(tiles != nullptr ? tiled_floats(rows, m) : 0, tile_scratch(rows, m.cols));
+  }
+
+  bool tiled(int64_t tokens) const { return tiles != nullptr && tokens >= kTiledPairs; }
+
+  // What products with these rows read, once for all tokens of an expert.
+  void expand(const Matrix& m, int64_t row0, int64_t rows, int64_t tokens, float* expanded) const {
+    if (tiled(tokens)) tiles->expand(m, row0, rows, reinterpret_cast<uint16_t*>(expanded));
+    else if (shares_copy(k, m, tokens)) k.expand_rows(m, row0, rows, expanded, padded(m.cols));
+  }
+
+  // to[j] = rows of m times pair first + c + j, for the touched expert i whose pairs begin at `first`.
+  void product(const Matrix& m, int64_t row0, int64_t rows, int64_t i, int64_t first, int64_t c, int64_t count,
+               int64_t tokens, float* const* to, float* expanded) const {
+    const float* const* from = &x[static_cast<size_t>(first + c)];
+    if (tiled(tokens))
+      tiles->multiply({reinterpret_cast<const uint16_t*>(expanded), weight_terms(m.format), rows, tile_steps(m.cols),
+                       packed->blocks(i) + c / kTile, count, to});
+    else if (shares_copy(k, m, tokens)) k.gemm(expanded, padded(m.cols), rows, from, count, m.cols, to);
+    else tile_product(k, m, row0, rows, from, count, to, expanded);
+  }
+};
 
 void add_bias(float* out, const float* bias, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] += bias[i];
@@ -77,13 +104,21 @@ int64_t moe(const Experts& experts, const float* x, const int32_t* ids, const fl
   std::vector<const float*> from(plan.pairs.size());
   std::vector<float*> to(plan.pairs.size());
 
+  const TileKernels* tiles = tiles_for(tokens);
+  const auto tile_of = [&](const Matrix& m) { return tiles == nullptr ? 0 : tiled_rows(m); };
+
   for (size_t j = 0; j < plan.pairs.size(); ++j) from[j] = x + plan.pairs[j] / k * hidden;
-  over_experts(plan, inner, hidden, [&](int64_t i, int64_t row0, int64_t rows, int worker) {
+  const Half in(kern, tiles, plan, from, hidden);
+  const int64_t gate_tile = std::min(tile_of(experts.gate[0]), tile_of(experts.up[0]));
+  over_experts(plan, inner, hidden, gate_tile, [&](int64_t i, int64_t row0, int64_t rows, int worker) {
     const auto e = static_cast<size_t>(plan.experts[static_cast<size_t>(i)]);
     const int64_t first = plan.start[static_cast<size_t>(i)], n = plan.start[static_cast<size_t>(i) + 1] - first;
-    const int64_t chunk = std::min(n, kTokenChunk);
-    float* g = Pool::instance().scratch(worker, static_cast<size_t>(2 * tile_scratch(rows, hidden) + 2 * chunk * rows));
-    float *u = g + chunk * rows, *expanded = u + chunk * rows;
+    const Matrix &gate = experts.gate[e], &up = experts.up[e];
+    const int64_t chunk = std::min(n, kTokenChunk), gate_floats = in.scratch(gate, rows), sums = (chunk * rows + 15) / 16 * 16;
+    float* g = Pool::instance().scratch(worker, static_cast<size_t>(gate_floats + in.scratch(up, rows) + 2 * sums));
+    float *u = g + sums, *gate_rows = u + sums, *up_rows = gate_rows + gate_floats;
+    in.expand(gate, row0, rows, n, gate_rows);
+    in.expand(up, row0, rows, n, up_rows);
     float *gate_to[kTokenChunk], *up_to[kTokenChunk];
     for (int64_t c = 0; c < n; c += kTokenChunk) {
       const int64_t m = std::min(kTokenChunk, n - c);
@@ -91,8 +126,8 @@ int64_t moe(const Experts& experts, const float* x, const int32_t* ids, const fl
         gate_to[j] = g + j * rows;
         up_to[j] = u + j * rows;
       }
-      product(kern, experts.gate[e], row0, rows, &from[static_cast<size_t>(first + c)], m, gate_to, expanded);
-      product(kern, experts.up[e], row0, rows, &from[static_cast<size_t>(first + c)], m, up_to, expanded);
+      in.product(gate, row0, rows, i, first, c, m, n, gate_to, gate_rows);
+      in.product(up, row0, rows, i, first, c, m, n, up_to, up_rows);
       for (int64_t j = 0; j < m; ++j) {
         const auto bias_at = static_cast<int64_t>(e) * inner + row0;
         if (experts.gate_bias != nullptr) add_bias(gate_to[j], experts.gate_bias + bias_at, rows);
@@ -107,15 +142,18 @@ int64_t moe(const Experts& experts, const float* x, const int32_t* ids, const fl
     from[j] = &between[static_cast<size_t>(plan.pairs[j] * inner)];
     to[j] = &results[static_cast<size_t>(plan.pairs[j] * hidden)];
   }
-  over_experts(plan, hidden, inner, [&](int64_t i, int64_t row0, int64_t rows, int worker) {
+  const Half out_of(kern, tiles, plan, from, inner);
+  over_experts(plan, hidden, inner, tile_of(experts.down[0]), [&](int64_t i, int64_t row0, int64_t rows, int worker) {
     const auto e = static_cast<size_t>(plan.experts[static_cast<size_t>(i)]);
     const int64_t first = plan.start[static_cast<size_t>(i)], n = plan.start[static_cast<size_t>(i) + 1] - first;
-    float* expanded = Pool::instance().scratch(worker, static_cast<size_t>(tile_scratch(rows, inner)));
+    const Matrix& down = experts.down[e];
+    float* expanded = Pool::instance().scratch(worker, static_cast<size_t>(out_of.scratch(down, rows)));
+    out_of.expand(down, row0, rows, n, expanded);
     float* at[kTokenChunk];
     for (int64_t c = 0; c < n; c += kTokenChunk) {
       const int64_t m = std::min(kTokenChunk, n - c);
       for (int64_t j = 0; j < m; ++j) at[j] = to[static_cast<size_t>(first + c + j)] + row0;
-      product(kern, experts.down[e], row0, rows, &from[static_cast<size_t>(first + c)], m, at, expanded);
+      out_of.product(down, row0, rows, i, first, c, m, n, at, expanded);
       if (experts.down_bias == nullptr) continue;
       for (int64_t j = 0; j < m; ++j) add_bias(at[j], experts.down_bias + static_cast<int64_t>(e) * hidden + row0, rows);
     }

@@ -28,7 +28,7 @@ Environment variables:
 | `HEADRACE_MODELS` | a folder of models: their names can be given as MODEL, and `models` lists them |
 | `HEADRACE_PROFILES` | the folder of measured machine profiles, instead of one in the user's cache |
 | `HEADRACE_API_KEY` | the key that `serve` asks for, out of sight of other users of the machine |
-| `HEADRACE_ISA` | the CPU kernels' instruction set: `scalar`, `avx2`, `avx512` (same bits) or `avx512_vnni` |
+| `HEADRACE_ISA` | forces the CPU kernels: `scalar`, `avx2`, `avx512`, `avx512_amx` or `avx512_vnni` |
 | `HEADRACE_TRACEBACK` | `1` prints the traceback of an error |
 | `HF_HUB_OFFLINE` | `1` keeps Hugging Face's client from the network; cached models still load |
 """

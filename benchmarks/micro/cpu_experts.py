@@ -70,12 +70,14 @@ def one_slab(layout: SlabLayout) -> torch.Tensor:
 
 
 class Bench:
-    """A service on a store, asked for random experts."""
+    """A service on a store, asked for random experts by up to ``max_tokens`` tokens."""
 
-    def __init__(self, store: Store, threads: int, cpus: Sequence[int], experts: int) -> None:
+    def __init__(
+        self, store: Store, threads: int, cpus: Sequence[int], experts: int, max_tokens: int = 16
+    ) -> None:
         layout = store.layout
         self.fields = request_block(
-            max_tokens=16,
+            max_tokens=max_tokens,
             top_k=experts,
             num_experts=store.num_experts,
             num_slices=layout.num_slices,

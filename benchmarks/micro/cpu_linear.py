@@ -98,7 +98,9 @@ def find_peaks(args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=control.num_threads())
-    parser.add_argument("--isa", default="", help="scalar, avx2 or avx512; the best by default")
+    parser.add_argument(
+        "--isa", default="", help="scalar, avx2, avx512 or avx512_amx; the best by default"
+    )
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each figure")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     args = parser.parse_args()

@@ -25,7 +25,7 @@ from headrace.formats.base import dequantize
 from headrace.machine.device import CudaDevice
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_plan import COUNT_HITS
-from headrace.ops.triton.experts import BlockTuning, Tuning
+from headrace.ops.triton.experts import BlockTuning, Tuning, slice_product
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8
 ACT = Activation()
@@ -112,8 +112,8 @@ def check(fmt: str) -> dict[str, Any]:
     found = bench.paths.launcher.partial[place].double().sum(0)
     error = float((found - want).abs().max() / want.abs().max())
     piece = bench.store.slab(0, 0).to("cuda")
-    product = bench.paths.product(ACT)
-    many = sum(product(0, part, bench.x)[0].double() for part in piece)
+    geometry = bench.paths.launcher._layers[0]
+    many = sum(slice_product(geometry, part, bench.x, ACT)[0].double() for part in piece)
     tiles = float((many - want).abs().max() / want.abs().max())
     exact = same_bits(bench, whole)
     return {
@@ -163,7 +163,10 @@ def main() -> None:
     parser.add_argument("--check", help="formats, with commas: check them and stop")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument(
-        "--tuning", action="append", help="programs,warps,rows,columns,terms", default=[]
+        "--tuning",
+        action="append",
+        help="programs,warps,rows,columns,terms and those of gate/up",
+        default=[],
     )
     args = parser.parse_args()
     if args.check:
@@ -179,11 +182,12 @@ def main() -> None:
         BlockTuning(*map(int, t.split(",")[:4]), terms=t.endswith(",1")) for t in args.tuning
     ] or [None]
     for tuning in tunings:
-        for fmt in args.formats.split(","):
+        for pair in args.formats.split(","):
+            fmt, _, down = pair.partition("/")
             try:
-                row = speed(fmt, tuning) | {"tuning": str(tuning)}
+                row = speed(fmt, tuning, down or None) | {"tuning": str(tuning)}
             except Exception as error:
-                row = {"format": fmt, "error": str(error)[:500]}
+                row = {"format": pair, "error": str(error)[:500]}
             print(row, flush=True)
             figures["formats"].append(row)
     geo.report("expert blocks", figures, args.out)

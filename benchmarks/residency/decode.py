@@ -11,17 +11,29 @@ own: greedy output of random weights loops, and loops hit.
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import time
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.residency import geometry as geo
 from benchmarks.residency import model
-from benchmarks.residency.kernels import expert_float64
-from headrace.core.step import ScheduledChunk
+from benchmarks.residency.decoding import (
+    BLOCK_TOKENS,
+    CONTEXT_TOKENS,
+    Later,
+    check,
+    figures_of,
+    kernel_times,
+    logits_after,
+    measured,
+    run_tokens,
+)
+from benchmarks.residency.given_routing import GivenExecutor, GivenRouting
+from benchmarks.residency.recall import recall
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts.building import make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
@@ -35,39 +47,21 @@ from headrace.ops.records import Activation
 from headrace.ops.registry import resolve
 
 GIB = 1 << 30
-BLOCK_TOKENS = 16
-CONTEXT_TOKENS = 1024
+RECALL_TOKENS = 128
+# Few: a sum in another order decides a near tie of some random router otherwise, sooner or later.
+SAME_TOKENS = 3
 CONTEXT_NBYTES = 600 << 20  # what CUDA took before we could look
 RESERVE_NBYTES = 256 << 20  # graphs, activations of prefill, the allocator's rounding
 
 
-class Nothing:
-    """No experts at all: what the rest of the step costs."""
-
-    def __call__(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return torch.zeros_like(x)
-
-
-class Later:
-    """Stands in the decoder's place for an executor that is made once memory is known."""
-
-    target: Any = Nothing()
-
-    def __call__(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return self.target(layer, x, ids, weights)
-
-
 def executor_of(
-    device: CudaDevice, store: HostStore, placement: Any, slots: int, options: argparse.Namespace
-) -> HybridExecutor:
-    shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots)
+    device: CudaDevice, store: HostStore, placement: Any, slots: int, options: argparse.Namespace,
+    prefetch: int = 0,
+) -> HybridExecutor:  # fmt: skip
+    shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots, prefetch)
     return make_executor(
         device, store, shape, Activation("swiglu_clamped"), threads=options.threads,
-        cpus=tuple(range(1, options.threads + 1)),
+        cpus=tuple(sorted(os.sched_getaffinity(0))[1 : options.threads + 1]),
         rates=rates_of(options, store.layout.slice_nbytes),
     )  # fmt: skip
 
@@ -79,90 +73,6 @@ def rates_of(options: argparse.Namespace, slice_nbytes: int, **changes: float) -
     )  # fmt: skip
 
 
-def run_tokens(
-    graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor | None, start: int = 0
-) -> dict[str, float]:
-    """Feed the tokens one by one, waiting for each result as an engine does."""
-    blocks = tuple(range(CONTEXT_TOKENS // BLOCK_TOKENS))
-    times = []
-    for at, token in enumerate(tokens):
-        begin = time.perf_counter()
-        if executor is not None:
-            executor.step_begins(1)
-        result = graphs.run([ScheduledChunk(0, (token,), start + at, blocks, True)])
-        result.best.cpu()
-        if executor is not None:
-            executor.step_ended()
-        times.append(time.perf_counter() - begin)
-    warm = sorted(times[8:])
-    return {
-        "tok_s": 1.0 / (sum(warm) / len(warm)),
-        "median_tok_s": 1.0 / warm[len(warm) // 2],
-        "best_tok_s": 1.0 / warm[0],
-    }
-
-
-def measured(
-    graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor, nbytes: int
-) -> dict[str, Any]:
-    """Decode, and count what went which way."""
-    before = executor.counts()
-    stats = executor.service.stats() if executor.service else None
-    figures: dict[str, Any] = run_tokens(graphs, tokens, executor)
-    after = executor.counts()
-    hits, fetched, computed = (
-        getattr(after, n) - getattr(before, n) for n in ("hits", "fetched", "computed")
-    )
-    steps = len(tokens)
-    figures |= {
-        "hit_rate": hits / max(hits + fetched + computed, 1),
-        "fetched_mb_a_token": fetched * nbytes / steps / 1e6,
-        "computed_mb_a_token": computed * nbytes / steps / 1e6,
-        "admitted": after.admitted - before.admitted,
-    }
-    if stats is not None and executor.service is not None:
-        now = executor.service.stats()
-        busy = now.busy_s - stats.busy_s
-        figures["cpu_gbps_while_busy"] = (now.nbytes - stats.nbytes) / max(busy, 1e-9) / 1e9
-        figures["cpu_busy_ms_a_token"] = busy / steps * 1e3
-    return figures
-
-
-def kernel_times(
-    graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor | None
-) -> dict[str, Any]:
-    """Microseconds a token by kernel, by torch's profiler; what takes longest first."""
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            run_tokens(graphs, tokens, executor)
-        rows = [
-            (e.key[:60], e.device_time_total / len(tokens), e.count / len(tokens))
-            for e in seen.key_averages()
-        ]
-    except Exception as error:
-        return {"error": repr(error)[:300]}
-    rows.sort(key=lambda row: -row[1])
-    return {name: [round(us, 1), round(count, 1)] for name, us, count in rows[:24]}
-
-
-def check(executor: HybridExecutor, store: HostStore, layer: int) -> float:
-    """The largest error of one eager call of the executor, relative to float64's largest value."""
-    device = torch.device("cuda")
-    x = torch.randn(1, geo.HIDDEN, device=device)
-    ids = torch.randperm(geo.EXPERTS, device=device)[: geo.TOP_K].int().view(1, -1)
-    weights = torch.rand(1, geo.TOP_K, device=device)
-    executor.step_begins(1)
-    if layer:
-        executor.paths.begin_step()
-    found = executor(layer, x, ids, weights)
-    executor.step_ended()
-    want = torch.zeros(geo.HIDDEN, dtype=torch.float64, device=device)
-    for expert, weight in zip(ids[0].tolist(), weights[0].tolist()):
-        slab = store.slab(layer, expert).to(device)
-        want += weight * expert_float64(store.layout, slab, x[0].double())
-    return float((found[0].double() - want).abs().max() / want.abs().max())
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that all benchmarks of this folder share."""
     parser.add_argument("--layers", type=int, default=18)
@@ -172,12 +82,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--slices", type=int, help="of an expert; the layout's choice if left out")
-    parser.add_argument("--pcie", type=float, default=45.0)
-    parser.add_argument("--cpu", type=float, default=65.0)
+    parser.add_argument("--pcie", type=float, default=45.0, help="GB/s that the split begins with")
+    parser.add_argument("--cpu", type=float, default=65.0, help="likewise")
+    parser.add_argument(
+        "--prefetch", type=int, nargs="*", default=[0, 4],
+        help="slices prefetched for a layer at most; several: one after the other, the last reported",
+    )  # fmt: skip
+    parser.add_argument("--no-profile", action="store_true", help="leave out times by kernel")
+    parser.add_argument(
+        "--guesses", action="store_true", help="compare all guesses with the routing"
+    )
+    parser.add_argument(
+        "--recall", type=float, help="forced: given routing, guesses right with this probability"
+    )
     parser.add_argument(
         "--then-resident", action="store_true", help="afterwards, all experts on the GPU"
     )
-    parser.add_argument("--sweep", action="store_true", help="try other splits too")
 
 
 def slots_within(
@@ -217,64 +137,59 @@ def main() -> None:
     later = Later()
     of = model.spec(options.layers)
     decoder = model.build(of, ops, device, later)
-    kv = allocate_kv(
-        of, CONTEXT_TOKENS // BLOCK_TOKENS + 1, BLOCK_TOKENS, "bf16", device.torch_device
-    )
-    tokens = torch.randint(
-        geo.VOCAB, (options.tokens,), generator=torch.Generator().manual_seed(5)
-    ).tolist()
-    graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT_TOKENS)
-    graphs.capture()
+    blocks = CONTEXT_TOKENS // BLOCK_TOKENS + 1
+    kv = allocate_kv(of, blocks, BLOCK_TOKENS, "bf16", device.torch_device)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(geo.VOCAB, (options.tokens,), generator=generator).tolist()
+
+    def capture() -> DecodeGraphs:
+        graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT_TOKENS)
+        graphs.capture()
+        return graphs
+
+    graphs = capture()
     say("dense_only", run_tokens(graphs, tokens[:64], None))
     everything = options.layers * geo.EXPERTS * layout.num_slices
     slots = slots_within(options, device, layout, free_before)
     say("slots", {"slices": slots, "share": slots / everything})
-    executor = executor_of(device, store, options.placement, slots, options)
-    later.target = executor
-    say("filled", True)
-    graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT_TOKENS)
-    try:
-        executor.step_begins(1)
-        graphs.capture()
-        run_tokens(graphs, tokens[:16], executor)
-        nbytes = layout.slice_nbytes
-        say("errors", [check(executor, store, layer) for layer in (0, 5, 11)])
-        result = measured(graphs, tokens, executor, nbytes)
-        missed = (result["fetched_mb_a_token"] + result["computed_mb_a_token"]) * 1e6
-        floor_s = missed / (options.pcie + options.cpu) / 1e9
-        result["floor_ms"] = floor_s * 1e3
-        result["percent_of_floor"] = 100 * floor_s * result["tok_s"]
-        say("decode", result)
-        say("driver_used_gib", (free_before - device.memory().free_nbytes) / GIB)
-        say("kernels", kernel_times(graphs, tokens[:20], executor))
-        if options.sweep and options.placement == "hybrid":
-            sweep = {}
-            for pcie, cpu in (
-                (1e-6, 80.0),
-                (30.0, 80.0),
-                (40.0, 80.0),
-                (50.0, 60.0),
-                (50.0, 45.0),
-                (50.0, 1e-6),
-            ):
-                executor.set_rates(rates_of(options, nbytes, pcie=pcie, cpu=cpu))
-                sweep[f"{pcie:g}:{cpu:g}"] = measured(graphs, tokens[:100], executor, nbytes)
-                print(pcie, cpu, sweep[f"{pcie:g}:{cpu:g}"], flush=True)
-            figures["sweep"] = sweep
-    except Exception:
-        say("failed", traceback.format_exc()[-2500:])
-    finally:
-        if executor.service is not None:
-            executor.service.stop()
-    nbytes = layout.slice_nbytes
+    first = None  # logits without a prefetch
+    for prefetch in options.prefetch:
+        executor = executor_of(device, store, options.placement, slots, options, prefetch)
+        later.target, given = executor, None
+        if options.recall is not None:
+            given = GivenRouting(executor, options.layers, options.recall)
+            later.target = GivenExecutor(executor, given)
+        name = f"prefetch_{prefetch}" if options.recall is None else f"forced_recall_{prefetch}"
+        try:
+            executor.step_begins(1)
+            graphs = capture()
+            for part, found in figures_of(
+                graphs, capture, tokens, executor, layout.slice_nbytes, given,
+                rates_of(options, layout.slice_nbytes), later, not options.no_profile,
+            ):  # fmt: skip
+                say(f"{name}_{part}", found)
+            logits = logits_after(graphs, tokens[:SAME_TOKENS], executor)
+            if first is None:
+                first = logits
+            say(f"{name}_logits_differ", float((logits - first).abs().max() / first.abs().max()))
+            say("driver_used_gib", (free_before - device.memory().free_nbytes) / GIB)
+            if given is None:
+                say("errors", [check(executor, store, layer) for layer in (0, 5, 11)])
+            if given is None and options.guesses and prefetch == options.prefetch[-1]:
+                say("recall", recall(decoder, kv, tokens[:RECALL_TOKENS], device.torch_device))
+        except Exception:
+            say("failed", traceback.format_exc()[-2500:])
+        finally:
+            if executor.service is not None:
+                executor.service.stop()
+        later.target = executor = graphs = given = None
+        gc.collect()
+        device.release_cached()
     if options.then_resident:
-        del graphs
-        executor.paths.arena = None
         later.target = executor = executor_of(device, store, "gpu", everything, options)
-        graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=CONTEXT_TOKENS)
-        graphs.capture()
+        graphs = capture()
         run_tokens(graphs, tokens[:16], executor)
-        say("resident", measured(graphs, tokens, executor, nbytes))
+        say("resident", measured(graphs, tokens, executor, layout.slice_nbytes))
         say("resident_errors", [check(executor, store, layer) for layer in (0, 7)])
         say("resident_kernels", kernel_times(graphs, tokens[:20], executor))
     geo.report("residency/decode", figures, options.out)

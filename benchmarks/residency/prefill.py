@@ -3,12 +3,18 @@
     python -m benchmarks.residency.prefill --layers 18 --vram-gib 8
 
 A prompt of random tokens goes through the decoder in one chunk, its last row through the output matrix;
-the turn of 10 tokens follows a prompt of 2,048 on the cache that this one left.
+the turn of 10 tokens follows a prompt of 2,048 on the cache that this one left. Kernels are compiled
+before. The floor is the bytes that missed over what brought them: PCIe at ``--pcie-peak``, and the CPU at
+the rate that it had while it was busy.
 """
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from benchmarks.residency import decode, model
 from benchmarks.residency import geometry as geo
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
+from headrace.experts.executor import HybridExecutor
 from headrace.experts.random_store import random_store
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice
@@ -24,14 +31,133 @@ from headrace.ops.registry import resolve
 
 BLOCK_TOKENS = 16
 LONGEST = 8192
+# The longest chunk's activations, in rows of float32 for each of its tokens: 8 live at once, but of
+# many sizes, and the allocator's rounding counts, too.
+ROWS = 14
+RUNS = 3
+
+
+class Prompts:
+    """Random prompts, timed.
+
+    ``last``: of the latest one, slices by path, the CPU's bytes and busy seconds, seconds until the
+    host had queued everything.
+    """
+
+    def __init__(
+        self, options: Any, device: CudaDevice, executor: HybridExecutor, parts: Any
+    ) -> None:
+        self.executor, self.last = executor, dict[str, float]()
+        self._device, self._options = device, options
+        self._decoder, self._kv, self._blocks = parts
+        self._generator = torch.Generator().manual_seed(6)
+
+    def __call__(self, tokens: int, start: int = 0) -> float:
+        drawn = torch.randint(geo.VOCAB, (tokens,), generator=self._generator)
+        ids = tuple(drawn.tolist())
+        executor = self.executor
+        executor.step_begins(tokens)
+        before = self._counted()
+        torch.cuda.synchronize()
+        at = time.perf_counter()
+        given, batch = build_batch(
+            [ScheduledChunk(0, ids, start, tuple(range(self._blocks)), True)],
+            BLOCK_TOKENS,
+            self._device.torch_device,
+        )
+        hidden = self._decoder.forward(given, batch, self._kv)
+        best = self._decoder.logits(hidden[-1:]).argmax()
+        queued = time.perf_counter() - at
+        int(best)
+        took = time.perf_counter() - at
+        executor.step_ended()
+        self.last = {k: v - before[k] for k, v in self._counted().items()} | {"queued_s": queued}
+        return took
+
+    def _counted(self) -> dict[str, float]:
+        found = self.executor.prompt_slices()
+        counts: dict[str, float] = {
+            "hits": found.hits, "fetched": found.fetched, "computed": found.computed
+        }  # fmt: skip
+        service = self.executor.service
+        if service is not None:
+            stats = service.stats()
+            counts |= {"cpu_nbytes": stats.nbytes, "busy_s": stats.busy_s}
+        return counts
+
+    def report(self, took: float) -> dict[str, float]:
+        """The latest prompt in figures."""
+        last, nbytes = self.last, self.executor.store.layout.slice_nbytes
+        missed = (last["fetched"] + last["computed"]) * nbytes
+        cpu = last.get("cpu_nbytes", 0) / last["busy_s"] if last.get("busy_s") else 0.0
+        floor_s = missed / (self._options.pcie_peak * 1e9 + cpu)
+        layers = self._options.layers
+        return {
+            "ms": took * 1e3,
+            "ms_a_layer": took * 1e3 / layers,
+            "queued_ms": last["queued_s"] * 1e3,
+            "hits": last["hits"],
+            "pcie_gb": last["fetched"] * nbytes / 1e9,
+            "pcie_gbps": last["fetched"] * nbytes / took / 1e9,
+            "cpu_gb": last["computed"] * nbytes / 1e9,
+            "cpu_gbps_while_busy": cpu / 1e9,
+            "floor_ms": floor_s * 1e3,
+            "percent_of_floor": 100 * floor_s / took,
+        }
+
+
+def profile(work: Callable[[], float], layers: int) -> dict[str, Any]:
+    """Where a prompt's time goes, ms a layer: kernels by name, how long PCIe and the GPU were busy."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        took = work()
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in seen.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            span = (event.time_range.start, event.time_range.end)
+            spans.setdefault(event.name[:48], []).append(span)
+    copies = [s for name, own in spans.items() if "Memcpy HtoD" in name for s in own]
+    kernels = [s for name, own in spans.items() if "Mem" not in name for s in own]
+    rows = [
+        (name, round(sum(b - a for a, b in own) / 1e3 / layers, 3), len(own))
+        for name, own in spans.items()
+    ]
+    return {
+        "ms_a_layer": took * 1e3 / layers,
+        "pcie_busy": _union_us(copies) / 1e3 / layers,
+        "gpu_busy": _union_us(kernels) / 1e3 / layers,
+        "kernels": sorted(rows, key=lambda row: -row[1])[:18],
+    }
+
+
+def host_profile(work: Callable[[], float]) -> str:
+    """Python's own functions by time; the profiler slows them, so compare, do not add up."""
+    seen, text = cProfile.Profile(), io.StringIO()
+    seen.runcall(work)
+    pstats.Stats(seen, stream=text).sort_stats("tottime").print_stats(22)
+    return text.getvalue()
+
+
+def _union_us(spans: Iterable[tuple[float, float]]) -> float:
+    total, end = 0.0, 0.0
+    for a, b in sorted(spans):
+        total += max(b - max(a, end), 0.0)
+        end = max(end, b)
+    return total
 
 
 def main() -> None:
     parser = geo.parser(__doc__)
     decode.add_options(parser)
+    parser.add_argument("--pcie-peak", type=float, default=54.7, help="GB/s, for the floor")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes, too")
     options = parser.parse_args()
     begin = time.perf_counter()
     figures: dict[str, Any] = {"options": vars(options)}
+
+    def say(name: str, value: Any) -> None:
+        figures[name] = value
+        print(f"{time.perf_counter() - begin:6.1f} s  {name}: {value}", flush=True)
+
     device = CudaDevice()
     torch.ones(1, device=device.torch_device)
     free_before = device.memory().free_nbytes + decode.CONTEXT_NBYTES
@@ -42,41 +168,33 @@ def main() -> None:
     decoder = model.build(of, resolve(device.backends), device, later)
     blocks = 2 * LONGEST // BLOCK_TOKENS
     kv = allocate_kv(of, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
-    # The longest chunk's activations: some 14 rows of float32 for each of its tokens.
-    workspace = 14 * 4 * LONGEST * geo.HIDDEN
-    slots = decode.slots_within(options, device, layout, free_before, workspace)
+    slots = decode.slots_within(
+        options, device, layout, free_before, ROWS * 4 * LONGEST * geo.HIDDEN
+    )
     executor = decode.executor_of(device, store, options.placement, slots, options)
     later.target = executor
-    generator = torch.Generator().manual_seed(6)
-
-    def chunk(tokens: int, start: int = 0) -> float:
-        ids = tuple(torch.randint(geo.VOCAB, (tokens,), generator=generator).tolist())
-        executor.step_begins(tokens)
-        torch.cuda.synchronize()
-        at = time.perf_counter()
-        given, batch = build_batch(
-            [ScheduledChunk(0, ids, start, tuple(range(blocks)), True)],
-            BLOCK_TOKENS,
-            device.torch_device,
-        )
-        hidden = decoder.forward(given, batch, kv)
-        int(decoder.logits(hidden[-1:]).argmax())
-        took = time.perf_counter() - at
-        executor.step_ended()
-        return took
-
+    chunk = Prompts(options, device, executor, (decoder, kv, blocks))
+    say("slots", slots)
     try:
         with torch.inference_mode():
-            chunk(64)  # kernels are compiled
-            chunk(200)
+            for tokens in (64, 10, 2048, LONGEST):  # kernels are compiled, and the split settles
+                print("warm-up", tokens, chunk(tokens), flush=True)
             for tokens in (64, 2048, LONGEST):
-                took = [chunk(tokens) for _ in range(2)]
-                figures[f"ttft_s_{tokens}"] = took
-                print(tokens, took, f"{tokens / min(took):.0f} tok/s", flush=True)
-            turns = [chunk(10, 2048 + 10 * turn) for turn in range(4)]
-            figures["turn_of_10_s"] = turns
-            print("turn of 10", turns, flush=True)
-        figures["slots"] = slots
+                took = [chunk(tokens) for _ in range(RUNS)]
+                say(f"ttft_s_{tokens}", took)
+                say(f"last_{tokens}", chunk.report(took[-1]))
+                if tokens == LONGEST:
+                    say("tok_s_8192", tokens / min(took))
+            chunk(2048)
+            took = [chunk(10, 2048 + 10 * turn) for turn in range(2 * RUNS)]
+            say("turn_of_10_s", took)
+            say("last_10", chunk.report(took[-1]))
+            say("driver_used_gib", (free_before - device.memory().free_nbytes) / decode.GIB)
+            if options.profile:
+                for tokens in (10, 64):
+                    print(host_profile(lambda n=tokens: chunk(n)), flush=True)
+                for tokens in (64, 10, 2048, LONGEST):
+                    say(f"profile_{tokens}", profile(lambda n=tokens: chunk(n), options.layers))
         figures["total_s"] = time.perf_counter() - begin
     finally:
         if executor.service is not None:

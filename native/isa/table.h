@@ -5,14 +5,6 @@
 
 #include "../kernels.h"
 
-// With the sub-block known at compile time, shifts are immediates. The portable kernels gain nothing
-// from it and would take minutes to compile.
-#if defined(HEADRACE_UNROLL) && defined(__GNUC__)
-#define HEADRACE_UNROLL_8 _Pragma("GCC unroll 8")
-#else
-#define HEADRACE_UNROLL_8
-#endif
-
 #include "expand.h"
 #include "dot.h"
 #include "elementwise.h"

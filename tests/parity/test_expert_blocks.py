@@ -10,12 +10,13 @@ import torch
 
 from headrace.core.numeric import FORMATS
 from headrace.experts.executor import ExecutorShape
-from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.gpu_paths import GpuPaths, geometry_of
 from headrace.experts.request_block import request_block
 from headrace.experts.slab_pack import layouts_of
 from headrace.experts.store import HostStore, build_store
 from headrace.machine.device import CudaDevice, HostDevice
 from headrace.ops.records import Activation, ExpertWeights
+from headrace.ops.registry import gpu_experts
 from tests.fixtures.cpu_oracle import activation, values_of
 from tests.fixtures.expert_slabs import CLAMPED, SILU, matrix
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton
@@ -28,7 +29,7 @@ FLOATS = 1e-5
 TERMS = 1e-4
 # Matrices to bfloat16 once, activations twice.
 BFLOAT16 = 2e-2
-TERM_FORMATS = frozenset({"q4_k", "q6_k", "q8_0"})
+TERM_FORMATS = frozenset({"q4_k", "q5_k", "q6_k", "q8_0", "q4_0"})
 ALONE = [name for name in FORMATS if name not in ("bf16", "mxfp4", "mxfp4_gguf")]
 # gate/up and down, as llama.cpp's presets mix them, and where rows are no superblocks.
 MIXED = [
@@ -63,7 +64,11 @@ def paths_of(store: HostStore, act: Activation) -> GpuPaths:
         num_slices=store.layout.num_slices,
     )  # fmt: skip
     device = HostDevice() if DEVICE.type == "cpu" else CudaDevice()
-    tuning = Tuning(blocks=BlockTuning(programs=1, rows=64) if DEVICE.type == "cpu" else None)
+    tuning = Tuning(
+        blocks=BlockTuning(programs=1, rows=64, gate_up_programs=1)
+        if DEVICE.type == "cpu"
+        else None
+    )
     paths = GpuPaths(device, store, shape, act, fields, None, TOP_K, tuning)
     paths.fill(range(slots))
     return paths
@@ -126,10 +131,11 @@ def test_every_format_gives_the_float64_result(name: str) -> None:
 
 @pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: "+".join("/".join(k) for k in kinds))
 def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -> None:
+    slice_product = gpu_experts().slice_product
     layers = [experts_of(g, d, 256, 512, seed=i) for i, (g, d) in enumerate(kinds)]
     store = store_of(layers)
     paths = paths_of(store, SILU)
-    product = paths.product(SILU)
+    geometry = [geometry_of(gpu_experts(), x, store.layout.slice_nbytes) for x in store.layouts]
     for layer, experts in enumerate(layers):
         x, used = inputs(experts, 256, seed=layer), kinds[layer]
         want = expected(experts, x, SILU)
@@ -138,6 +144,29 @@ def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -
         )
         for expert in (0, EXPERTS - 1):
             slab = store.slab(layer, expert).to(DEVICE)
-            whole = sum(product(layer, piece, x.to(DEVICE)).cpu().numpy() for piece in slab)
+            parts = (slice_product(geometry[layer], part, x.to(DEVICE), SILU) for part in slab)
+            whole = sum(part.cpu().numpy() for part in parts)
             assert error(whole, want[expert]) < BFLOAT16
+    store.close()
+
+
+def test_fetches_take_slices_as_long_as_their_layers_into_slots_of_the_longest() -> None:
+    from headrace.ops.triton.expert_plan import COUNT_FETCHES
+
+    kinds = (("q4_k", "q6_k"), ("q4_k", "q4_k"))
+    layers = [experts_of(g, d, 256, 512, seed=i) for i, (g, d) in enumerate(kinds)]
+    store = store_of(layers)
+    paths = paths_of(store, SILU)
+    s, slices = paths.state, store.layout.num_slices
+    for layer in (1, 0):
+        paths.arena.zero_()
+        s.counts[COUNT_FETCHES.value] = 1
+        fetches = torch.tensor([[3, slices + 1, 0, 0]], dtype=torch.int32, device=DEVICE)
+        paths.launcher.gather(layer, fetches)
+        want = store.slab(layer, 1)[1].to(DEVICE)
+        assert torch.equal(paths.slots(3, 1)[0][: len(want)], want)
+        assert not paths.slots(3, 1)[0][len(want) :].any()
+        assert not paths.slots(2, 1)[0].any()
+        assert not paths.slots(4, 1)[0].any()
+    assert store.layouts[0].slice_nbytes > store.layouts[1].slice_nbytes
     store.close()

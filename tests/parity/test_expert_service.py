@@ -254,3 +254,37 @@ def test_threads_run_on_the_cpus_they_are_given():
         requests.fill(x, work)
         service.request(PATIENCE_S)
         assert torch.equal(requests.out[:2], direct(requests, x, work))
+
+
+def test_layers_of_different_formats_leave_each_other_alone():
+    """MXFP4 and Q4_K keep activations in terms, each in memory whose padding must stay zero: 288 columns
+    end in half a group of MXFP4's. Others compute in float32."""
+    kinds = [("mxfp4", "mxfp4"), ("q8_0", "q4_0"), ("mxfp4", "q8_0"), ("q5_0", "mxfp4")]
+    cases = [
+        make_case(name, down=down, experts=3, hidden=288, inner=288, slices=1, seed=i)
+        for i, (name, down) in enumerate(kinds)
+    ]
+    requests = Requests(cases[0], max_tokens=2, top_k=2, layers=len(cases))
+    from headrace.ops.cpu.expert_service import expert_service
+    from headrace.ops.expert_records import ServiceOptions
+
+    service = expert_service(
+        [case.layout for case in cases], [case.base for case in cases], 3, cases[0].act,
+        requests.block, requests.fields, ServiceOptions(2),
+    )  # fmt: skip
+    service.start()
+    try:
+        for turn in range(12):
+            layer, rng = turn * 7 % len(cases), np.random.default_rng(turn)
+            case, tokens = cases[layer], turn % 2 + 1
+            x = case.x(rng, tokens)
+            ids, weights = choose(rng, tokens, 3, 2)
+            work = items_of(torch.from_numpy(ids), torch.from_numpy(weights), 1)
+            requests.fill(x, work, layer=layer)
+            service.request(PATIENCE_S)
+            found = requests.out[:tokens].clone()
+            want = case.expected(x, ids, weights)
+            error = np.abs(found.numpy() - want).max() / np.abs(want).max()
+            assert error < cpu_experts().tolerance(case.layout), (layer, turn)
+    finally:
+        service.stop(PATIENCE_S)

@@ -13,7 +13,7 @@ from headrace.experts.items import Items, items_of
 from headrace.experts.slice_reference import run_items
 from tests.fixtures.cpu_cases import isas, needs_native
 from tests.fixtures.cpu_oracle import error
-from tests.fixtures.expert_slabs import CLAMPED, SILU, Case, choose, make_case
+from tests.fixtures.expert_slabs import CLAMPED, SILU, choose, make_case, routed, run
 
 pytestmark = needs_native
 
@@ -22,29 +22,6 @@ if isas():
 
 FORMATS = ("mxfp4", "bf16", "q8_0", "q4_k", "q6_k", "fp8_e4m3", "nvfp4", "iq4_nl", "f32")
 seeds = st.integers(0, 2**32 - 1)
-
-
-def run(case: Case, x: torch.Tensor, work: Items, threads: int | None = 2) -> torch.Tensor:
-    return expert_service.run_now(
-        case.layout,
-        case.base,
-        len(case.slabs),
-        case.act,
-        x,
-        work.items,
-        work.pair_token,
-        work.pair_weight,
-        threads,
-    )
-
-
-def routed(
-    case: Case, tokens: int, k: int, seed: int = 1
-) -> tuple[torch.Tensor, np.ndarray, np.ndarray, Items]:
-    rng = np.random.default_rng(seed)
-    ids, weights = choose(rng, tokens, len(case.slabs), k)
-    work = items_of(torch.from_numpy(ids), torch.from_numpy(weights), case.layout.num_slices)
-    return case.x(rng, tokens), ids, weights, work
 
 
 @pytest.mark.parametrize(
@@ -92,7 +69,7 @@ def test_fp8_with_one_factor_for_each_block():
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["mxfp4", "q8_0", "bf16", "q4_k"]),
-    st.integers(1, 20),
+    st.integers(1, 16),
     st.integers(1, 4),
     st.integers(1, 9),
     st.integers(1, 5),
@@ -113,9 +90,9 @@ def test_bits_depend_on_neither_threads_nor_instruction_set(name, tokens, k, thr
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(["mxfp4", "q8_0"]), st.integers(2, 40), st.integers(1, 3), seeds)
+@given(st.sampled_from(["mxfp4", "q8_0"]), st.integers(2, 16), st.integers(1, 3), seeds)
 def test_a_token_alone_equals_the_token_among_others(name, tokens, k, seed):
-    """Neither other tokens nor other items change a token's bits."""
+    """Neither other tokens nor other items change a token's bits in a decoding step."""
     case = make_case(name, hidden=160, inner=64, slices=2, seed=seed)
     rng = np.random.default_rng(seed)
     ids, weights = (torch.from_numpy(a) for a in choose(rng, tokens, 4, k))

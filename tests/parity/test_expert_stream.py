@@ -16,8 +16,6 @@ from headrace.experts.paths import HostPaths
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import slab_layout
-from headrace.experts.slab_pack import slice_weights
-from headrace.experts.slice_reference import slice_output
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import CudaDevice, HostDevice
@@ -39,14 +37,6 @@ def store() -> Iterator[HostStore]:
     made = random_store(layout, LAYERS, EXPERTS, seed=9, threads=1)
     yield made
     made.close()
-
-
-def _product(store: HostStore):
-    def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        part = slice_weights(piece.unsqueeze(0), store.layouts[layer], 0)
-        return slice_output(part, ACT, x.double()).float()
-
-    return product
 
 
 def _chunk(store: HostStore, layer: int, seed: int, experts: int = EXPERTS):
@@ -80,7 +70,7 @@ def _paths(store: HostStore, placement: str, slots: int) -> HostPaths:
 @pytest.mark.parametrize(("placement", "slots"), [("stream", 7), ("hybrid", 1), ("gpu", 24)])
 def test_a_chunk_through_ring_and_slots(store: HostStore, placement: str, slots: int) -> None:
     paths = _paths(store, placement, slots)
-    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, _product(store))
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, paths.chunk(ACT))
     if placement == "gpu":
         assert paths.shape.max_fetch == 0
     for step in range(3):
@@ -96,7 +86,7 @@ def test_the_cpu_takes_its_share(store: HostStore, placement: str, share: float)
     bases = [store.base(layer) for layer in range(LAYERS)]
     cpu = DirectShare(cpu_experts(), store.layouts, bases, EXPERTS, ACT)
     prefill = StreamPrefill(
-        HostDevice(), store, paths.shape, paths, _product(store), cpu=cpu, cpu_share=share
+        HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu=cpu, cpu_share=share
     )
     x, ids, weights, want = _chunk(store, 1, 4)
     assert _error(prefill(1, x, ids, weights), want) < 2e-4
@@ -111,18 +101,18 @@ def test_the_cache_is_warmed_with_what_was_used_and_forgets_only_what_was_not(
     store: HostStore,
 ) -> None:
     paths = _paths(store, "stream", 8)  # experts 0 and 1 of both layers
-    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, _product(store))
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, paths.chunk(ACT))
     x, ids, weights, _ = _chunk(store, 0, 1, experts=2)
     used = torch.where(ids >= 0, 1 + 3 * ids, ids)  # experts 1 and 4
     prefill(0, x, used, weights)
-    slots = paths.slots_of(0)
+    slots = paths.residency()[0].tolist()
     resident = {key // 2 for key, slot in enumerate(slots) if slot >= 0}
     assert resident == {1, 4}
-    assert {key // 2 for key, slot in enumerate(paths.slots_of(1)) if slot >= 0} == {0, 1}
+    assert {key // 2 for key, slot in enumerate(paths.residency()[1]) if slot >= 0} == {0, 1}
     for key, slot in enumerate(slots):
         if slot >= 0:
             assert paths.tables.owner_of[slot] == key
-            assert torch.equal(paths.slot(slot), store.slab(0, key // 2)[key % 2])
+            assert torch.equal(paths.slots(slot, 1)[0], store.slab(0, key // 2)[key % 2])
     before = prefill.fetched
     prefill(0, x, used, weights)
     assert prefill.fetched == before, "everything was resident"
@@ -130,7 +120,7 @@ def test_the_cache_is_warmed_with_what_was_used_and_forgets_only_what_was_not(
 
 def test_what_nobody_can_serve_is_refused(store: HostStore) -> None:
     paths = _paths(store, "cpu", 0)
-    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, _product(store))
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, paths.chunk(ACT))
     x, ids, weights, _ = _chunk(store, 0, 1)
     with pytest.raises(ConfigError, match="not pinned"):
         prefill(0, x, ids, weights)
@@ -155,9 +145,9 @@ def test_on_the_gpu_with_the_service(store: HostStore) -> None:
     )
     service.start()
     try:
-        cpu = ServiceShare(block, fields, 2, lambda: int(service.fault()))
+        cpu = ServiceShare(block, fields, 2, lambda: int(service.fault()), paths.answer())
         prefill = StreamPrefill(
-            device, store, paths.shape, paths, paths.product(ACT), cpu=cpu, cpu_share=0.4
+            device, store, paths.shape, paths, paths.chunk(ACT), cpu=cpu, cpu_share=0.4
         )
         for seed in (1, 2):
             x, ids, weights, want = _chunk(store, 0, seed)

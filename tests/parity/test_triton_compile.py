@@ -37,7 +37,27 @@ TYPES = {
 }
 
 
-def spec(module: str, kernel: str, constexprs: dict[str, object], **changes: str):
+AHEAD = dict.fromkeys(
+    ("slot_of", "state", "foreseen", "place_of", "arrived", "homes"), "*i32"
+) | {"layer": "i32", "totals": "*i64"}  # fmt: skip
+
+
+GROUPED = {
+    "PACKED": True, "SLICE_NBYTES": 2654208, "AT_CODES": 0, "AT_SCALES": 1658880, "AT_BIAS": 2642688,
+    "HAS_BIAS": True, "HIDDEN": 2880, "WIDTH": 576, "S": 5,
+}  # fmt: skip
+GATE = {"CLAMPED": True, "ALPHA": 1.702, "LIMIT": 7.0}
+
+
+def spec(
+    module: str,
+    kernel: str,
+    constexprs: dict[str, object],
+    *,
+    warps: int = 4,
+    stages: int = 3,
+    **changes: str,
+):
     """A kernel with the types of a bfloat16 model; what is not named is a float32 tensor."""
     signature = {**TYPES, **changes}
     return {
@@ -45,7 +65,7 @@ def spec(module: str, kernel: str, constexprs: dict[str, object], **changes: str
         "signature": signature,
         "constexprs": constexprs,
         "multiples": [name for name in INT if name not in SINGLE],
-        "options": SMALL if module == "few_rows" else {"num_warps": 4, "num_stages": 3},
+        "options": SMALL if module == "few_rows" else {"num_warps": warps, "num_stages": stages},
     }
 
 
@@ -55,8 +75,9 @@ SPECS = [
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),
     spec(
         "rows", "rope_append_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True},
-        k="*fp32", v="*fp32",
+        k="*fp32", v="*fp32", next_weight="*bf16", next_nbytes="i32",
     ),
+    spec("rows", "rope_pair_kernel", {"INTERLEAVED": False, "DIM": 64, "PDL": True}, k="*fp32"),
     spec("rows", "kv_append_kernel", {"DIM": 64}, k="*fp32", v="*fp32"),
     spec(
         "router",
@@ -96,8 +117,38 @@ SPECS = [
     ),
     spec("mixture", "pair_down_kernel", {"HAS_BIAS": True, "ROWS": 16, "TILE": 256}, ids="*i32"),
     spec(
-        "expert_gather", "expert_gather", {"SLICE_NBYTES": 3317760, "WORDS": 2048},
-        bases="*i64", arena="*u8", fetches="*i32", counts="*i32", totals="*i64", layer="i32",
+        "expert_gather", "expert_gather",
+        {"GATHERING": 16, "SLICE_NBYTES": 3317760, "HOST_NBYTES": 3317760, "WORDS": 2048,
+         "FIRST_SLOT": 2000,
+         "MAX_PREFETCH": 4, "PROGRAMS": 16},
+        **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
+    ),
+    spec(
+        "expert_foresight", "guess_logits",
+        {"COLS": 2880, "HAS_BIAS": True, "ROWS": 2, "TILE": 1024}, weight="*bf16", stride="i32",
+        scale="*fp32",
+    ),
+    *(
+        spec(
+            "expert_foresight", "expert_prefetch",
+            {"TOKENS": tokens, "TOP_K": 4, "E": 128, "S": 5, "MAX_PREFETCH": 4,
+             "HAS_VALID": tokens > 1, "N": 4 * tokens, "SP": 8, "EP": 128, "FIRST_SLOT": 2000,
+             "SLICE_NBYTES": 2658304, "HOST_NBYTES": 2658304, "WORDS": 2048,
+             "THREADS": 128},
+            **AHEAD, guesses="*i32", valid="*i1", bases="*i64", arena="*u8",
+        )
+        for tokens in (1, 16)
+    ),
+    *(
+        spec(
+            "expert_grouped",
+            name,
+            {**GROUPED, **extra, "ROWS": tile[0], "TOKENS": tile[1], "COLS": tile[2]},
+            warps=tile[3], stages=tile[4], arena="*u8", work="*i32", bounds="*i32", order="*i64",
+            x="*bf16", h="*bf16", y="*bf16", top_k="i32",
+        )
+        for name, extra in (("grouped_gate_up", GATE), ("grouped_down", {}))
+        for tile in ((64, 16, 64, 4, 3), (64, 64, 32, 4, 4), (64, 128, 32, 4, 3))
     ),
     spec(
         "expert_matvec",
@@ -149,17 +200,19 @@ PLAN_SIZES = {"L": 36, "E": 128, "S": 5, "SLOTS": 5000}
 PLAN = {
     **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
     "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
-    "WINDOW": 160, "WP": 256, "CHUNK": 256, "PDL": True,
+    "WINDOW": 160, "WP": 256, "CHUNK": 256, "MAX_PREFETCH": 4, "PROGRAMS": 16, "SLICE_CHUNKS": 163,
+    "THREADS": 256, "PDL": True,
 }  # fmt: skip
 FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
 
 
 def plan_spec(kernel: str, constexprs: dict[str, object], warps: int, **options: object):
+    module = "expert_plan" if kernel == "expert_plan" else "expert_rank"
     names = ("ids_ptr slot_of owner_of last_use victims scratch split state counts hits fetches "
-             "pair_token pair_of on_gpu block").split()  # fmt: skip
+             "pair_token pair_of on_gpu place_of arrived origins homes block").split()  # fmt: skip
     types = {**dict.fromkeys(names, "*i32"), **dict.fromkeys(FLOATS, "*fp32")}
     return {
-        "kernel": f"{PACKAGE}.expert_plan:{kernel}",
+        "kernel": f"{PACKAGE}.{module}:{kernel}",
         "signature": {**types, "totals": "*i64", "layer": "i32"},
         "constexprs": constexprs,
         "options": {"num_warps": warps, "enable_fp_fusion": False, **options},

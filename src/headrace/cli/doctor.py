@@ -37,6 +37,7 @@ class Kernels:
     isa: str | None = None  # the instruction set that the C++ kernels use
     refused: str | None = None  # why every other command will refuse to start
     gpu: str | None = "not looked at"  # why the GPU's kernels cannot be used, None if they can
+    no_tiles: str | None = None  # why they do without matrix tiles (AMX); empty if they use them
 
 
 def look_at_kernels() -> Kernels:
@@ -59,8 +60,11 @@ def look_at_kernels() -> Kernels:
     usable = [name for name, reason in reasons.items() if reason is None]
     try:
         serving = registry.resolve(usable).describe()
-        isa = registry.instruction_set("cpu") if reasons.get("cpu", "") is None else None
-        return Kernels(reasons, serving, isa, refused, registry.unavailable_reason("triton"))
+        built = reasons.get("cpu", "") is None
+        isa = registry.instruction_set("cpu") if built else None
+        tiles = registry.why_no_tiles("cpu") if built else None
+        gpu = registry.unavailable_reason("triton")
+        return Kernels(reasons, serving, isa, refused, gpu, tiles)
     except Exception as error:
         return Kernels({**reasons, "registry": f"{type(error).__name__}: {error}"}, {})
 
@@ -73,6 +77,14 @@ def native_line(kernels: Kernels) -> str:
     if kernels.refused:
         return f"refused: {kernels.refused}. Other commands will not start"
     return f"not used: {reason}. The PyTorch kernels serve; they are many times slower"
+
+
+def _tile_lines(kernels: Kernels) -> list[tuple[str, str]]:
+    if kernels.no_tiles is None:
+        return []
+    if kernels.no_tiles:
+        return [("matrix tiles", f"none: {kernels.no_tiles}")]
+    return [("matrix tiles", f"{kernels.isa}, in calls of more than 64 rows")]
 
 
 def _cpu_lines(machine: Machine) -> list[tuple[str, str]]:
@@ -184,6 +196,7 @@ def lines(
         *gpus,
         *_account_lines(machine, accounts or Accounts()),
         ("C++ extension", native_line(kernels)),
+        *_tile_lines(kernels),
         ("will use", f"{threads.threads} threads: {threads.reason}"),
         ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
         ("", _device_line(machine, kernels)),

@@ -1,7 +1,8 @@
 """How accurate each KV format was measured to be, by architecture: what ``--kv-format auto`` goes by.
 
 Every row comes from ``benchmarks/attention/accuracy.py``; a format *holds* on an architecture when its
-perplexity at the longest context measured is within 1 % of that with bf16.
+perplexity at the longest context measured is within 1 % of that with bf16: a perplexity that falls by more
+says that the model has changed as much as one that rises.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ class KVAccuracy:
 
     @property
     def holds(self) -> bool:
-        return self.perplexity_change <= HOLDS_WITHIN
+        return abs(self.perplexity_change) <= HOLDS_WITHIN
 
 
-_SOURCE = "benchmarks/results/attention/accuracy.json, 2026-11-29"
+_SOURCE = "benchmarks/results/attention/accuracy.json, 2026-11-30"
 
 MEASURED: tuple[KVAccuracy, ...] = (
     KVAccuracy("llama", "SmolLM2-135M", "nvfp4k-fp8v", 4, 8192, 0.00476, 0.0064, _SOURCE),
     KVAccuracy("llama", "SmolLM2-135M", "fp8", 0, 8192, 0.00364, 0.0005, _SOURCE),
     KVAccuracy("llama", "SmolLM2-135M", "nvfp4k-fp8v", 0, 2048, 0.00734, 0.0056, _SOURCE),
-    KVAccuracy("gemma3_text", "Gemma 3 270M", "nvfp4k-fp8v", 4, 2048, 0.00504, 0.0162, _SOURCE),
-    KVAccuracy("gemma3_text", "Gemma 3 270M", "nvfp4k-fp8v", 0, 2048, 0.00832, 0.0133, _SOURCE),
-    KVAccuracy("gemma3_text", "Gemma 3 270M", "fp8", 0, 2048, 0.00379, -0.0054, _SOURCE),
+    KVAccuracy("gemma3_text", "Gemma 3 270M", "nvfp4k-fp8v", 4, 2048, 0.00646, -0.0594, _SOURCE),
+    KVAccuracy("gemma3_text", "Gemma 3 270M", "nvfp4k-fp8v", 0, 2048, 0.00833, 0.0163, _SOURCE),
+    KVAccuracy("gemma3_text", "Gemma 3 270M", "fp8", 0, 2048, 0.00368, 0.0020, _SOURCE),
 )
 
 # From the smallest to the largest; bf16 rounds keys and values once and holds everywhere.

@@ -11,9 +11,12 @@ class ModelSizes:
 
     total_nbytes: all weights as stored, of which expert_nbytes are experts' matrices. The formats are
     those of matrices: of experts, and of everything else that is not a vector.
+    expert_kinds: for each layer of experts the format of gate and up, that of down, and whether factors
+    belong to blocks; empty where gate and up differ, or experts of a layer do.
     """
 
     total_nbytes: int
     expert_nbytes: int = 0
     expert_formats: frozenset[str] = frozenset()
     dense_formats: frozenset[str] = frozenset({"bf16"})
+    expert_kinds: tuple[tuple[str, str, bool], ...] = ()

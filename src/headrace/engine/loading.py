@@ -164,7 +164,31 @@ def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
         expert_nbytes=sum(t.nbytes for t in experts),
         expert_formats=formats(experts, 2),
         dense_formats=formats([t for t in others if "router" not in t.name], 2),
+        expert_kinds=_expert_kinds(checkpoint),
     )
+
+
+def _expert_kinds(checkpoint: Checkpoint) -> tuple[tuple[str, str, bool], ...]:
+    """See ``ModelSizes.expert_kinds``. Names are ``layers.3.experts.gate`` or ``...experts.7.gate``."""
+    sides: dict[int, dict[str, set[str]]] = {}
+    blocked: set[int] = set()
+    for name, tensor in checkpoint.tensors.items():
+        pieces = name.split(".")
+        if ".experts." not in name or "bias" in pieces[-1]:
+            continue
+        layer, side = int(pieces[1]), "down" if pieces[-1] == "down" else "gate_up"
+        sides.setdefault(layer, {}).setdefault(side, set()).add(tensor.format)
+        scale, stacked = tensor.parts.get("scale"), not pieces[3].isdigit()
+        if scale is not None and scale.ndim == 2 + stacked:
+            blocked.add(layer)
+    found: list[tuple[str, str, bool]] = []
+    for layer in sorted(sides):
+        formats = [sides[layer].get(side, set[str]()) for side in ("gate_up", "down")]
+        if any(len(one) != 1 for one in formats):
+            return ()
+        gate_up, down = (one.pop() for one in formats)
+        found.append((gate_up, down, layer in blocked))
+    return tuple(found)
 
 
 def gpu_support(machine: Machine, spec: ModelSpec, threads: int | None = None) -> GpuSupport:

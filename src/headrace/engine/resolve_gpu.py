@@ -38,8 +38,9 @@ from headrace.engine.vram_plan import (
     graphs_nbytes,
     page_scores_nbytes,
 )
+from headrace.experts.model_layout import ExpertKind, model_layouts, widest
 from headrace.experts.placement import Placement, most_fetched
-from headrace.experts.slab import SlabLayout, slab_layout
+from headrace.experts.slab import SlabLayout
 from headrace.machine.probe import GpuInfo, Machine
 from headrace.machine.threads import choose_threads
 
@@ -86,7 +87,7 @@ def resolve_on_gpu(
         machine.cpu, config.threads, reserve=1, measured=machine.measured_threads
     )
     chosen("threads", threads.threads, threads.reason)
-    dense = _dense_format(config, sizes, chosen)
+    dense = _dense_format(config, spec, sizes, chosen)
     default = ("bf16", "what tensor cores multiply")
     if dense == "f32":
         default = ("f32", "as the matrices")
@@ -259,7 +260,8 @@ def _place_experts(
         known = ", ".join(sorted(support.expert_formats)) or "none"
         problem = (
             f"experts of {everything / 1e6:,.0f} MB do not fit the GPU ({plan.describe()}), and the "
-            f"expert cache cannot hold them: their format is {found}, it serves {known}"
+            f"expert cache cannot hold them: their format is {found} (gate and up of a layer must be "
+            f"alike), it serves {known}"
         )
         raise DoesNotFitError(
             problem, hint="give a larger --vram-budget, a smaller model, or --device cpu"
@@ -289,15 +291,19 @@ def _fastest(
 
 
 def _slots_of(spec: ModelSpec, sizes: ModelSizes, support: GpuSupport) -> SlabLayout | None:
-    """How the experts lie in slots; None if the expert cache does not serve their format."""
-    moe = spec.moe
-    if moe is None or len(sizes.expert_formats) != 1:
+    """How the experts lie in slots, the layer with the longest slices; None if the expert cache does not
+    serve their formats."""
+    moe, formats = spec.moe, sizes.expert_formats
+    if moe is None or not formats or not formats <= support.expert_formats:
         return None
-    (fmt,) = sizes.expert_formats
-    if fmt not in support.expert_formats:
+    kinds = [ExpertKind(*kind) for kind in sizes.expert_kinds]
+    if not kinds and len(formats) == 1:
+        (fmt,) = formats
+        kinds = [ExpertKind(fmt, fmt)]
+    if not kinds:
         return None
     try:
-        return slab_layout(fmt, spec.hidden, moe.intermediate, has_bias=moe.expert_bias)
+        return widest(model_layouts(kinds, spec.hidden, moe.intermediate, has_bias=moe.expert_bias))
     except ConfigError:  # its dimensions are not whole blocks
         return None
 
@@ -354,8 +360,8 @@ def _record_slots(
         chosen("expert_slots", asked, f"as configured: {what}, those for transit included")
 
 
-def _dense_format(config: EngineConfig, sizes: ModelSizes, chosen: Chosen) -> str:
-    """The type of matrices outside of experts."""
+def _dense_format(config: EngineConfig, spec: ModelSpec, sizes: ModelSizes, chosen: Chosen) -> str:
+    """The type of matrices outside of experts, which they are converted to at load."""
     given = one_of("--dense-format", config.dense_format, DENSE_FORMATS)
     stored = sizes.dense_formats
     if given is not None:
@@ -366,8 +372,9 @@ def _dense_format(config: EngineConfig, sizes: ModelSizes, chosen: Chosen) -> st
         chosen("dense_format", only, "as stored")
         return only
     # float16 has finer steps, but a feed-forward's inner values can exceed its 65,504.
-    listed = ", ".join(sorted(stored))
-    chosen("dense_format", "bf16", f"stored as {listed}: has float32's range on tensor cores")
+    mb = [n / 1e6 for n in (sizes.total_nbytes - sizes.expert_nbytes, dense_nbytes(spec, "bf16"))]
+    reason = f"has float32's range on tensor cores; {mb[0]:,.0f} MB become {mb[1]:,.0f} MB at load"
+    chosen("dense_format", "bf16", f"stored as {', '.join(sorted(stored))}: {reason}")
     return "bf16"
 
 

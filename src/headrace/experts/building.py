@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from headrace.experts.cpu_share import ServiceShare
+from headrace.experts.chunk import ChunkCompute
+from headrace.experts.cpu_share import Answer, ServiceShare
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.paths import ExpertPaths
@@ -16,7 +17,7 @@ from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock, request_block
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct, StreamPrefill
+from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
 from headrace.ops import registry
 from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceOptions
@@ -32,7 +33,8 @@ _LINE_NBYTES = 64
 class Paths(ExpertPaths, Protocol):
     """Paths that prompts can use, too."""
 
-    def product(self, act: Activation) -> SliceProduct: ...
+    def chunk(self, act: Activation) -> ChunkCompute: ...
+    def answer(self) -> Answer | None: ...
 
 
 class PathsFactory(Protocol):
@@ -67,7 +69,7 @@ def make_executor(
     """The executor, its slots filled and its CPU service running.
 
     Args:
-        shape: ``num_slots`` includes the transit slots, which are taken from it.
+        shape: ``num_slots`` includes the slots of transit and prefetches, which are taken from it.
         threads, cpus: of the CPU service.
         rates: of both paths, for the first split; only ``hybrid`` needs them.
     """
@@ -76,8 +78,9 @@ def make_executor(
     unpinned = not device.reads_pageable and not all(map(store.pinned, range(store.num_layers)))
     with_cpu = shape.placement in ("cpu", "hybrid") or (shape.placement == "stream" and unpinned)
     if shape.placement != "gpu":
-        transit = shape.plan_shape(store).max_fetch
-        shape = replace(shape, num_slots=max(shape.num_slots - transit, 0))
+        made = shape.plan_shape(store)
+        passing = made.max_fetch + 2 * made.max_prefetch
+        shape = replace(shape, num_slots=max(shape.num_slots - passing, 0))
     fields = request_block(
         max_tokens=max(MAX_CPU_TOKENS, shape.max_tokens),
         top_k=shape.top_k,
@@ -103,14 +106,18 @@ def make_executor(
             lost = ExpertFault.NONE if service.running() else ExpertFault.WORKER
             return service.fault() or lost
 
-        cpu = ServiceShare(block, fields, layout.num_slices, fault)
+        def busy_s() -> float:
+            service = executors[0].service
+            return 0.0 if service is None else service.stats().busy_s
+
+        cpu = ServiceShare(block, fields, layout.num_slices, fault, paths.answer(), busy_s)
     together = 0.0 if rates is None else rates.pcie_gbps + rates.cpu_gbps
     prefill = StreamPrefill(
         device,
         store,
         plan,
         paths,
-        paths.product(act),
+        paths.chunk(act),
         cpu=cpu,
         cpu_share=rates.cpu_gbps / together if rates is not None and together else 0.0,
     )

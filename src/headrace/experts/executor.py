@@ -1,6 +1,7 @@
 """Computes mixtures whose experts lie in host memory, with a cache of slots on the GPU.
 
-A decoding step of up to ``max_tokens`` tokens goes, layer by layer: give x to all paths; plan; on a
+A decoding step of up to ``max_tokens`` tokens goes, layer by layer: on a side stream, beside attention,
+guess the routing and prefetch; give x to all paths; plan; on a
 side stream fetch what the plan wants fetched, while the hits are computed; compute the fetched; wait
 for the CPU, which began with the plan; sum. All of it is recorded in the step's graph. Longer inputs
 go through ``prefill``, a callable with the same arguments.
@@ -26,7 +27,7 @@ from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
-from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceStats
+from headrace.ops.expert_records import ExpertFault, ExpertService, RouterView, ServiceStats
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ class ExecutorShape:
     """Sizes of an executor.
 
     max_tokens: of a decoding step; top_k: experts of a token; num_slots: slices that the cache holds
+    max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16
     """
 
     placement: Placement
     max_tokens: int
     top_k: int
     num_slots: int
+    max_prefetch: int = 0
 
     def plan_shape(self, store: HostStore) -> PlanShape:
         """The plan's sizes.
@@ -60,13 +63,15 @@ class ExecutorShape:
                 hint="use --experts hybrid, or give a larger --vram-budget",
             )
         most = self.max_missing(store)
+        fetch = most_fetched(self.placement, most)
         return PlanShape(
             num_layers=store.num_layers,
             num_experts=store.num_experts,
             num_slices=slices,
             num_slots=0 if self.placement == "cpu" else min(self.num_slots, everything),
-            max_fetch=most_fetched(self.placement, most),
+            max_fetch=fetch,
             window=value_constants(store.num_layers, slices).window,
+            max_prefetch=self.max_prefetch if fetch else 0,
         )
 
     def max_missing(self, store: HostStore) -> int:
@@ -120,6 +125,13 @@ class HybridExecutor:
         self.service: ExpertService | None = None
         self._side = device.stream()
         self._fork, self._join = device.event(), device.event()
+        # Whether a layer is guessed as soon as PCIe rests in the one before, or at its own begin.
+        self.early = True
+        self._ahead, self._early_guess = device.event(), device.event()
+        self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
+        self._routers: dict[int, RouterView] = {}
+        self._foreseen = -1  # the layer that was guessed early
+        self._after: tuple[int, torch.Tensor, torch.Tensor | None] | None = None
         self._fetches = self.plan_shape.max_fetch > 0
         self._failed = False
         self.num_restarts = 0
@@ -152,11 +164,56 @@ class HybridExecutor:
                 self._join.record()
         if self.plan_shape.num_slots:
             paths.hits(x)
+        self._foresee_next(layer)
         if self._fetches:
             self._join.wait()
+            self._guessed = None
             paths.fetched(x)
         paths.await_cpu()
         return paths.combine(tokens)
+
+    def foresee(
+        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
+    ) -> None:
+        """See ``layers.moe.Foresight``. What is guessed travels beside the layer's attention."""
+        self._routers[layer] = router
+        done, self._foreseen = self._foreseen == layer, -1
+        if done or not self._can_foresee(layer, x):
+            return
+        self._guessed = x.contiguous()
+        self._ahead.record()
+        self._side.wait_event(self._ahead)
+        with self.device.use(self._side):
+            guessed = self.paths.guess(self._guessed, router)
+            self.paths.prefetch(layer, guessed, router.top_k, valid)
+
+    def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """See ``layers.moe.Foresight``."""
+        self._after = (layer, x, valid)
+
+    def _can_foresee(self, layer: int, x: torch.Tensor) -> bool:
+        if not self.plan_shape.max_prefetch or x.shape[0] > self.shape.max_tokens:
+            return False
+        router = self._routers.get(layer)
+        return router is not None and self.can_fetch[layer] and self.paths.can_foresee(router)
+
+    def _foresee_next(self, layer: int) -> None:
+        """Once this layer's fetches have arrived, send the next one's, guessed from the state that this
+        layer's experts are given."""
+        after, self._after = self._after, None
+        if not self.early or after is None or after[0] != layer:
+            return
+        _, x, valid = after
+        following = layer + 1
+        if following == self.plan_shape.num_layers or not self._can_foresee(following, x):
+            return
+        router = self._routers[following]
+        guessed = self.paths.guess(x.contiguous(), router)
+        self._early_guess.record()
+        with self.device.use(self._side):
+            self._side.wait_event(self._early_guess)
+            self.paths.prefetch(following, guessed, router.top_k, valid)
+        self._foreseen = following
 
     def set_rates(self, rates: PathRates | None) -> None:
         """Split misses by these rates; between steps. None: what the placement says alone.
@@ -216,6 +273,8 @@ class HybridExecutor:
         Raises:
             DeviceLostError: its threads hang, and with them the memory that graphs point to.
         """
+        if isinstance(self._prefill, StreamPrefill):
+            self._prefill.settle()
         if self.service is None:
             return
         asked = self.service.fault() is not ExpertFault.NONE  # a prompt's part was not answered

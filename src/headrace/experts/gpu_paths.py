@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
+from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.cpu_share import Answer
+from headrace.experts.lending import lend
 from headrace.experts.paths import CacheView, ExpertCounts
 from headrace.experts.plan_oracle import PlanShape
 from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct
 from headrace.machine.device import Device
 from headrace.ops import registry
+from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation
 
 _WORD = 4  # bytes of an int32
@@ -52,6 +57,7 @@ class GpuPaths:
     ) -> None:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
+        self._fields, self._block, self.layout = fields, block, store.layout
         target = device.torch_device
         at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
         geometry = kernels.PlanGeometry(
@@ -64,19 +70,25 @@ class GpuPaths:
             max_tokens=max_tokens or fields.max_tokens,
             top_k=top_k,
             request=tuple(offset // _WORD for offset in at),
+            max_prefetch=shape.max_prefetch,
+            slice_nbytes=store.layout.slice_nbytes,
+            prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
         self.state: Any = kernels.new_plan_state(geometry, constants, target, words)
-        slots = shape.num_slots + shape.max_fetch
         nbytes = store.layout.slice_nbytes
-        self.arena = torch.empty(max(slots, 1) * nbytes, dtype=torch.uint8, device=target)
-        bases = [store.base(layer) for layer in range(store.num_layers)]
+        self.arena = torch.empty(max(shape.all_slots, 1) * nbytes, dtype=torch.uint8, device=target)
+        addresses = [store.base(layer) for layer in range(store.num_layers)]
+        bases = torch.tensor(addresses, dtype=torch.int64, device=target)
+        self._ahead: Any = kernels.PrefetchLauncher(
+            self.state, self.arena, bases, [layout.slice_nbytes for layout in store.layouts]
+        )
         self.launcher: Any = kernels.ExpertLauncher(
-            _slices(kernels, store.layout, nbytes),
+            geometry_of(kernels, store.layout, nbytes),
             self.state,
             self.arena,
-            torch.tensor(bases, dtype=torch.int64, device=target),
+            bases,
             act,
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
@@ -85,12 +97,23 @@ class GpuPaths:
                 out=fields.out // _WORD,
             ),
             tuning=tuning,
-            layers=[_slices(kernels, layout, nbytes) for layout in store.layouts],
+            layers=[geometry_of(kernels, layout, nbytes) for layout in store.layouts],
         )
         self._layer = 0  # that is planned
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
+
+    def can_foresee(self, router: RouterView) -> bool:
+        return router.weight.format in self._kernels.ROUTER_FORMATS
+
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        return self._ahead.guess(x, router)
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
+    ) -> None:
+        self._ahead.prefetch(layer, guessed, top_k, valid)
 
     def prepare(self, x: torch.Tensor) -> None:
         self.launcher.prepare(x)
@@ -141,7 +164,8 @@ class GpuPaths:
         """Waits for the GPU. The CPU's own figures are its service's."""
         totals: list[int] = self.state.totals.tolist()
         hits, fetched, computed, layers, _, admitted, *_ = totals
-        fetch_ns, stalls, stall_ns = totals[self._kernels.NUM_COUNTS :]
+        fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
+        chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(
             hits,
             fetched,
@@ -151,6 +175,9 @@ class GpuPaths:
             fetch_s=fetch_ns / NANO,
             stalls=stalls,
             stall_s=stall_ns / NANO,
+            prefetched_nbytes=sent * chunk,
+            ahead_nbytes=used * chunk,
+            prefetch_s=sent_ns / NANO,
         )
 
     def view(self) -> CacheView:
@@ -174,13 +201,25 @@ class GpuPaths:
         self.state.owner_of[slots.long()] = new
 
     def slot(self, number: int) -> torch.Tensor:
-        nbytes = self._store.layout.slice_nbytes
-        return self.arena[number * nbytes : (number + 1) * nbytes]
+        return self.slots(number, 1)[0]
 
-    def slots_of(self, layer: int) -> list[int]:
-        """Waits for the GPU."""
-        size = self.shape.num_experts * self.shape.num_slices
-        return self.state.slot_of[layer * size : (layer + 1) * size].tolist()
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        return self.arena.view(-1, self._store.layout.slice_nbytes)[first : first + count]
+
+    def residency(self) -> npt.NDArray[np.int32]:
+        s = self.shape
+        table = self.state.slot_of[: s.num_layers * s.num_experts * s.num_slices]
+        return table.cpu().numpy().reshape(s.num_layers, -1)
+
+    def lend(self, count: int) -> None:
+        view, s = self.view(), self.shape
+        keys = s.num_layers * s.num_experts * s.num_slices
+        values = np.repeat(view.values[: s.num_layers * s.num_experts], s.num_slices)
+        found = lend(view.slot_of[:keys], view.owner_of, values, count)
+        for source, target in found.moves:
+            self.slot(target).copy_(self.slot(source))
+        self.state.slot_of[:keys].copy_(torch.tensor(found.slot_of))
+        self.state.owner_of[: s.num_slots].copy_(torch.tensor(found.owner_of))
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
@@ -188,15 +227,30 @@ class GpuPaths:
             [(s, first + old if old >= 0 else old, first + new) for s, old, new in changes]
         )
 
-    def product(self, act: Activation) -> SliceProduct:
-        """Computes a slice for many tokens, by matrix products in bfloat16."""
-        kernels, nbytes = self._kernels, self._store.layout.slice_nbytes
-        layers = [_slices(kernels, layout, nbytes) for layout in self._store.layouts]
-        return lambda layer, piece, x: kernels.slice_product(layers[layer], piece, x, act)
+    def chunk(self, act: Activation) -> ChunkCompute:
+        """Computes prompt chunks, by matrix products in bfloat16."""
+        kernels, widest, layouts = self._kernels, self._store.layout, self._store.layouts
+        layers = [geometry_of(kernels, layout, widest.slice_nbytes) for layout in layouts]
+        formats = {fmt for layout in layouts for fmt in (layout.format, layout.down_format)}
+        if len(formats) == 1 and formats <= set(kernels.GROUPED_FORMATS):
+            return kernels.GroupedChunk(layers[0], self.state, self.arena, act)
+
+        def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return kernels.slice_product(layers[layer], piece, x, act)
+
+        return SliceChunk(self, product, widest.num_slices)
+
+    def answer(self) -> Answer | None:
+        """Adds the CPU's answer to a prompt chunk, on the GPU."""
+        if self._block is None:
+            return None
+        f = self._fields
+        return self._kernels.GpuAnswer(self._block, f.ack, f.abort, f.out)
 
 
-def _slices(kernels: Any, layout: SlabLayout, slot_nbytes: int) -> Any:
-    """What the kernels must know of a layer's slabs, whose slices lie in slots of ``slot_nbytes``."""
+def geometry_of(kernels: Any, layout: SlabLayout, slot_nbytes: int | None = None) -> Any:
+    """``ops.triton.expert_geometry.SliceGeometry`` of a layout whose slices lie in slots of
+    ``slot_nbytes``, as long as they are if None."""
     at = {part.name: part.offset for part in layout.parts}
     stride = {part.name: part.row_nbytes for part in layout.parts}
 
@@ -215,7 +269,7 @@ def _slices(kernels: Any, layout: SlabLayout, slot_nbytes: int) -> Any:
         layout.hidden,
         layout.width,
         layout.num_slices,
-        slot_nbytes,
+        slot_nbytes or layout.slice_nbytes,
         layout.has_bias,
         offsets("gate_up"),
         offsets("down"),

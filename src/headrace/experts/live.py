@@ -89,7 +89,7 @@ class LiveExperts:
         # The estimates take off a latency that these seconds, in which a path was busy, do not hold.
         self.tracker.observe(
             LayerTimes(
-                grown.fetched * slices,
+                grown.fetched * slices - grown.ahead_nbytes,
                 grown.fetch_s + base.fetch_latency_s if grown.fetched else 0.0,
                 grown.cpu_nbytes,
                 grown.compute_s + base.cpu_latency_s if grown.cpu_nbytes else 0.0,

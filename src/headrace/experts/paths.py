@@ -16,14 +16,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.cpu_share import Answer
+from headrace.experts.foresight import FORMATS, guess, surest
 from headrace.experts.items import Items
+from headrace.experts.lending import lend
 from headrace.experts.plan_oracle import (
     FREE,
+    NO_PLACE,
+    NOTHING_PREFETCHED,
     CacheTables,
     Entry,
     LayerPlan,
     PlanShape,
+    Prefetched,
     begin_step,
+    foresee,
     new_tables,
     plan_layer,
 )
@@ -31,8 +39,7 @@ from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
 from headrace.experts.slice_reference import run_items, slice_output
 from headrace.experts.store import HostStore
-from headrace.experts.stream import SliceProduct
-from headrace.ops.expert_records import CpuExperts
+from headrace.ops.expert_records import CpuExperts, RouterView
 from headrace.ops.records import Activation
 
 
@@ -43,6 +50,9 @@ class ExpertCounts:
     layers: plans made, one for each layer and step
     fetch_s: seconds in which PCIe was busy with ``fetched``
     cpu_nbytes, compute_s: what the CPU has read and how long it was busy, prompts' part included
+    prefetched_nbytes, prefetch_s: what was sent before a plan, and PCIe's seconds for it; rounded up to
+        chunks
+    ahead_nbytes: those of ``fetched`` that had arrived so
     stalls, stall_s: layers for which everything else was done before the CPU was, and those waits
     """
 
@@ -56,6 +66,9 @@ class ExpertCounts:
     compute_s: float = 0.0
     stalls: int = 0
     stall_s: float = 0.0
+    prefetched_nbytes: int = 0
+    ahead_nbytes: int = 0
+    prefetch_s: float = 0.0
 
     @property
     def looked_up(self) -> int:
@@ -81,10 +94,27 @@ class CacheView:
 
 
 class ExpertPaths(Protocol):
-    """The steps of a layer: prepare, plan, then gather beside hits, fetched, await_cpu, combine."""
+    """The steps of a layer: guess and prefetch, or not; prepare; plan; then gather beside hits, fetched,
+    await_cpu; combine."""
 
     def begin_step(self) -> None:
         """Advance the clock and rank the slots; once a step, before its first layer."""
+        ...
+
+    def can_foresee(self, router: RouterView) -> bool:
+        """Whether a layer's routing can be guessed with this router."""
+        ...
+
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        """The router's logits of x, float32 [T, D], before its norm: float32 [T, E], valid until the next
+        guess."""
+        ...
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
+    ) -> None:
+        """Bring what is missing of the surest experts until the layer's plan, the next one, is made.
+        valid: bool [T], rows that count; None: all."""
         ...
 
     def prepare(self, x: torch.Tensor) -> None:
@@ -96,7 +126,7 @@ class ExpertPaths(Protocol):
         ...
 
     def gather(self, layer: int) -> None:
-        """Bring what is fetched into its slots."""
+        """Bring what is fetched into its slots, and what was prefetched and stays."""
         ...
 
     def hits(self, x: torch.Tensor) -> None: ...
@@ -131,10 +161,15 @@ class ExpertPaths(Protocol):
         ...
 
     def slot(self, number: int) -> torch.Tensor:
-        """See ``stream.SlotTable``, as the next two."""
+        """A slot's bytes, uint8 [slice_nbytes]."""
         ...
 
-    def slots_of(self, layer: int) -> list[int]: ...
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        """See ``chunk.SlotTable``, as the next three."""
+        ...
+
+    def residency(self) -> npt.NDArray[np.int32]: ...
+    def lend(self, count: int) -> None: ...
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None: ...
 
 
@@ -152,8 +187,9 @@ class HostPaths:
         self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
         layout: SlabLayout = store.layout
-        slots = shape.num_slots + shape.max_fetch
-        self.arena = torch.zeros(slots, layout.slice_nbytes, dtype=torch.uint8)
+        self.arena = torch.zeros(shape.all_slots, layout.slice_nbytes, dtype=torch.uint8)
+        self._prefetched = NOTHING_PREFETCHED
+        self._ahead_nbytes = self._sent_nbytes = 0
         self._split: Sequence[Sequence[int]] = ()
         self._counts = [0] * 5
         self._fetch_s = self._compute_s = 0.0
@@ -164,6 +200,26 @@ class HostPaths:
     def begin_step(self) -> None:
         begin_step(self.shape, self.tables)
 
+    def can_foresee(self, router: RouterView) -> bool:
+        return router.weight.format in FORMATS
+
+    def guess(self, x: torch.Tensor, router: RouterView) -> torch.Tensor:
+        return guess(x, router)
+
+    def prefetch(
+        self, layer: int, guessed: torch.Tensor, top_k: int, valid: torch.Tensor | None
+    ) -> None:
+        guesses = surest(guessed, top_k)
+        if valid is not None:
+            guesses = guesses.masked_fill(~valid.unsqueeze(1), -1)
+        items = foresee(self.shape, self.tables, layer, _rows(guesses))
+        self._prefetched = Prefetched(items, arrived=len(items))
+        for place, (expert, piece) in enumerate(items):
+            slot = self.shape.prefetch_slot(layer, place)
+            source = self._store.slab(layer, expert)[piece]
+            self.arena[slot, : len(source)] = source
+            self._sent_nbytes += len(source)
+
     def prepare(self, x: torch.Tensor) -> None:
         self._x = x
         self._out = torch.zeros(x.shape, dtype=torch.float64)
@@ -171,19 +227,32 @@ class HostPaths:
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer
         plan = plan_layer(
-            self.shape, self.tables, layer, _rows(ids), _rows(weights), self._split[layer]
+            self.shape,
+            self.tables,
+            layer,
+            _rows(ids),
+            _rows(weights),
+            self._split[layer],
+            self._prefetched,
         )
-        self._plan = plan
+        self._plan, self._prefetched = plan, NOTHING_PREFETCHED
+        there = sum(origin != NO_PLACE for origin in plan.origins)
+        self._ahead_nbytes += there * self._store.layouts[layer].slice_nbytes
         made = (len(plan.hits), len(plan.fetches), len(plan.cpu), sum(plan.admitted), 1)
         self._counts = [a + b for a, b in zip(self._counts, made)]
 
     def gather(self, layer: int) -> None:
         assert self._plan is not None
         start = time.perf_counter()
-        for entry in self._plan.fetches:
+        for entry, origin in zip(self._plan.fetches, self._plan.origins):
+            if origin != NO_PLACE:
+                continue
             piece = self._store.slab(layer, entry.expert)[entry.slice_index]
             self.arena[entry.slot, : len(piece)] = piece
         self._fetch_s += time.perf_counter() - start
+        for place, home in enumerate(self._plan.homes):
+            if home != FREE:
+                self.arena[home] = self.arena[self.shape.prefetch_slot(layer, place)]
 
     def hits(self, x: torch.Tensor) -> None:
         assert self._plan is not None
@@ -255,7 +324,12 @@ class HostPaths:
         nbytes = self._counts[2] * self._store.mean_slice_nbytes
         # It never stalls: the CPU's part is computed when it is waited for.
         return ExpertCounts(
-            *self._counts, fetch_s=self._fetch_s, cpu_nbytes=nbytes, compute_s=self._compute_s
+            *self._counts,
+            fetch_s=self._fetch_s,
+            cpu_nbytes=nbytes,
+            compute_s=self._compute_s,
+            prefetched_nbytes=self._sent_nbytes,
+            ahead_nbytes=self._ahead_nbytes,
         )
 
     def view(self) -> CacheView:
@@ -278,9 +352,20 @@ class HostPaths:
     def slot(self, number: int) -> torch.Tensor:
         return self.arena[number]
 
-    def slots_of(self, layer: int) -> list[int]:
-        size = self.shape.num_experts * self.shape.num_slices
-        return self.tables.slot_of[layer * size : (layer + 1) * size]
+    def slots(self, first: int, count: int) -> torch.Tensor:
+        return self.arena[first : first + count]
+
+    def residency(self) -> npt.NDArray[np.int32]:
+        return np.array(self.tables.slot_of, np.int32).reshape(self.shape.num_layers, -1)
+
+    def lend(self, count: int) -> None:
+        view = self.view()
+        values = np.repeat(view.values, self.shape.num_slices)
+        found = lend(view.slot_of, view.owner_of, values, count)
+        for source, target in found.moves:
+            self.arena[target] = self.arena[source]
+        self.tables.slot_of[:] = found.slot_of.tolist()
+        self.tables.owner_of[:] = found.owner_of.tolist()
 
     def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
         first = self.shape.key(layer, 0, 0)
@@ -288,15 +373,19 @@ class HostPaths:
             [(s, first + old if old != FREE else FREE, first + new) for s, old, new in changes]
         )
 
-    def product(self, act: Activation) -> SliceProduct:
-        """Computes a slice for many tokens, in float64."""
+    def chunk(self, act: Activation) -> ChunkCompute:
+        """Computes prompt chunks, in float64."""
         layouts = self._store.layouts
 
         def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             part = slice_weights(piece.unsqueeze(0), layouts[layer], 0)
             return slice_output(part, act, x.double()).float()
 
-        return product
+        return SliceChunk(self, product, self.shape.num_slices)
+
+    def answer(self) -> Answer | None:
+        """The host waits for the CPU itself."""
+        return None
 
 
 def _rows(values: Any) -> Any:

@@ -13,7 +13,10 @@ that of ``cache_policy.ValuePolicy``, float32 throughout. Then in each layer:
 2. A slice of a used expert that has a slot is a *hit*; the others are missing, m of them.
 3. q = split_table[m] of the missing slices are fetched, those of the experts of highest value first
    (equal values: the smaller expert first; within an expert by slice). The CPU computes the rest.
-4. Empty slots take the first fetches. The f-th of the others is offered the f-th victim: of the
+4. If slices of this layer were prefetched (below), those that are needed are fetched first, in their
+   order, and what has arrived of them is no longer work for anybody: with d slices' worth of it,
+   rounded, q = d + split_table[m - d]. Such a fetch is computed where it was prefetched to.
+5. Empty slots take the first fetches. The f-th of the others is offered the f-th victim: of the
    ranking's first ``window`` slots whose experts nobody used in this step, ordered by
    value * turn (``cache_policy``), the earlier in the ranking among equals. It takes the slot if
    its value * ADMISSION is higher; else it passes through transit slot f, and the cache stays as it
@@ -22,6 +25,10 @@ that of ``cache_policy.ValuePolicy``, float32 throughout. Then in each layer:
 With batch 1, one slice an expert and everything fetched (q = m, at least top_k fetches in a layer) that
 is ``ValuePolicy`` as ``replay.replay_policy`` drives it, hit for hit; with more tokens or slices it is
 ``ValuePolicy`` too, if ``look_up`` is given each step's distinct experts and every miss is offered.
+
+Before a layer's plan, while attention runs, ``foresee`` turns a guess of its routing into a list of
+slices to prefetch. They travel until the plan is made, in chunks, one slice after the other; the plan
+knows how many chunks have arrived, a fetch of a slice that has begun brings only the rest.
 
 Which bytes lie where never changes a result: the host has all of them.
 """
@@ -36,6 +43,7 @@ from headrace.experts.cache_policy import ValueConstants, value_constants, value
 
 FREE = -1
 NO_PAIR = -1
+NO_PLACE = -1
 
 
 def _float32(value: float) -> float:
@@ -51,6 +59,8 @@ class PlanShape:
     num_slots: slots that can own a slice; slots num_slots to num_slots + max_fetch - 1 are transit
     max_fetch: most slices fetched in a layer
     window: how many slots of the ranking compete to be a layer's victims, ``ValueConstants.window``
+    max_prefetch: most slices prefetched for a layer; their slots follow the transit ones, twice as many:
+        those of a layer are still computed when the next layer's begin to arrive
     """
 
     num_layers: int
@@ -59,6 +69,15 @@ class PlanShape:
     num_slots: int
     max_fetch: int
     window: int
+    max_prefetch: int = 0
+
+    @property
+    def all_slots(self) -> int:
+        """Slots that can own a slice, of transit and of prefetches."""
+        return self.num_slots + self.max_fetch + 2 * self.max_prefetch
+
+    def prefetch_slot(self, layer: int, place: int) -> int:
+        return self.num_slots + self.max_fetch + layer % 2 * self.max_prefetch + place
 
     def key(self, layer: int, expert: int, slice_index: int) -> int:
         return (layer * self.num_experts + expert) * self.num_slices + slice_index
@@ -107,6 +126,26 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Prefetched:
+    """What was sent on the way for a layer before its plan.
+
+    items: (expert, slice) in the order in which they travel, at most ``max_prefetch``
+    arrived: chunks that are there, counted through all of them; slice_chunks: of a slice
+    """
+
+    items: tuple[tuple[int, int], ...] = ()
+    arrived: int = 0
+    slice_chunks: int = 1
+
+    def arrived_of(self, place: int) -> int:
+        """Chunks of the ``place``-th slice that are there."""
+        return min(max(self.arrived - place * self.slice_chunks, 0), self.slice_chunks)
+
+
+NOTHING_PREFETCHED = Prefetched()
+
+
+@dataclass(frozen=True)
 class CpuItem:
     """A slice that the CPU computes; the fields of ``request_block``'s items."""
 
@@ -122,7 +161,10 @@ class LayerPlan:
 
     pairs: (token, weight) by (expert, token)
     pair_of: for every id, token by token, its pair; -1 for the id -1
-    hits, cpu: by (expert, slice); fetches: by falling value, ``admitted`` says which stay
+    hits, cpu: by (expert, slice); fetches: prefetched ones by place, then by falling value;
+        ``admitted`` says which stay
+    origins: of each fetch its place among the prefetched, -1 for none
+    homes: of each prefetched slice the slot that keeps it once it was computed, -1 for none
     """
 
     pairs: tuple[tuple[int, float], ...]
@@ -132,6 +174,8 @@ class LayerPlan:
     admitted: tuple[bool, ...]
     cpu: tuple[CpuItem, ...]
     num_missing: int
+    origins: tuple[int, ...] = ()
+    homes: tuple[int, ...] = ()
 
 
 def new_tables(shape: PlanShape) -> CacheTables:
@@ -173,6 +217,7 @@ def plan_layer(
     ids: Sequence[Sequence[int]],
     weights: Sequence[Sequence[float]],
     split_table: Sequence[int],
+    prefetched: Prefetched = NOTHING_PREFETCHED,
 ) -> LayerPlan:
     """Decide one layer, once a step, and update ``tables``. ids, weights: [T][k]; -1 is nobody."""
     uses = sorted(
@@ -201,12 +246,25 @@ def plan_layer(
             else:
                 hits.append(Entry(slot, expert, piece, *pairs))
 
-    def urgency(item: tuple[int, int]) -> tuple[float, int, int]:
-        return -tables.values[layer * shape.num_experts + item[0]], *item
+    place_of = {item: place for place, item in enumerate(prefetched.items)}
+    needed = [place_of[item] for item in missing if item in place_of]
+    chunks = sum(prefetched.arrived_of(place) for place in needed)
+    ahead = (chunks + prefetched.slice_chunks // 2) // prefetched.slice_chunks
 
-    num_fetch = min(split_table[len(missing)], len(missing), shape.max_fetch)
+    def urgency(item: tuple[int, int]) -> tuple[float, float, int, int]:
+        value = tables.values[layer * shape.num_experts + item[0]]
+        return place_of.get(item, len(place_of)), 0.0 if item in place_of else -value, *item
+
+    wanted = ahead + split_table[len(missing) - ahead]
+    num_fetch = min(wanted, len(missing), shape.max_fetch)
     fetched = sorted(missing, key=urgency)[:num_fetch]
-    slots, admitted = _admit(shape, tables, layer, fetched)
+    origins = [place_of.get(item, NO_PLACE) for item in fetched]
+    slots, admitted = _admit(shape, tables, layer, fetched, len(needed))
+    homes = [FREE] * len(prefetched.items)
+    for f, place in enumerate(origins):
+        if place != NO_PLACE:
+            homes[place] = slots[f] if admitted[f] else FREE
+            slots[f] = shape.prefetch_slot(layer, place)
     on_cpu = sorted(set(missing) - set(fetched))
     return LayerPlan(
         pairs=tuple((token, weights[token][place]) for _, token, place in uses),
@@ -216,13 +274,38 @@ def plan_layer(
         admitted=tuple(admitted),
         cpu=tuple(CpuItem(e, s, *ranges[e]) for e, s in on_cpu),
         num_missing=len(missing),
+        origins=tuple(origins),
+        homes=tuple(homes),
     )
 
 
+def foresee(
+    shape: PlanShape, tables: CacheTables, layer: int, guesses: Sequence[Sequence[int]]
+) -> tuple[tuple[int, int], ...]:
+    """``Prefetched.items`` for these experts: [T][k], the surest of a token first, -1 is nobody.
+
+    First choices of all tokens come before second ones. Only what has no slot travels.
+    """
+    top_k = len(guesses[0]) if guesses else 0
+    order = [row[place] for place in range(top_k) for row in guesses if row[place] >= 0]
+    items = [
+        (expert, piece)
+        for expert in dict.fromkeys(order)
+        for piece in range(shape.num_slices)
+        if tables.slot_of[shape.key(layer, expert, piece)] == FREE
+    ]
+    return tuple(items[: shape.max_prefetch])
+
+
 def _admit(
-    shape: PlanShape, tables: CacheTables, layer: int, fetched: Sequence[tuple[int, int]]
+    shape: PlanShape,
+    tables: CacheTables,
+    layer: int,
+    fetched: Sequence[tuple[int, int]],
+    num_foreseen: int,
 ) -> tuple[list[int], list[bool]]:
-    """Give every fetch a slot, and write the admitted ones into the tables."""
+    """Give every fetch a slot, and write the admitted ones into the tables. The ``num_foreseen`` first
+    are in no order of value."""
     slots = [shape.num_slots + f for f in range(len(fetched))]
     admitted = [False] * len(fetched)
 
@@ -240,11 +323,18 @@ def _admit(
     tables.cursor += empty
     if empty == len(fetched):
         return slots, admitted
-    for f, (worth, slot) in zip(range(empty, len(fetched)), _victims(shape, tables, layer)):
+    victims = iter(_victims(shape, tables, layer))
+    victim = next(victims, None)
+    for f in range(empty, len(fetched)):
+        if victim is None:
+            break
+        worth, slot = victim
         value = tables.values[layer * shape.num_experts + fetched[f][0]]
-        if not _float32(value * tables.constants.admission) > worth:
+        if _float32(value * tables.constants.admission) > worth:
+            move_in(f, slot)
+            victim = next(victims, None)
+        elif f >= num_foreseen:
             break  # later fetches are worth no more, later victims no less
-        move_in(f, slot)
     return slots, admitted
 
 

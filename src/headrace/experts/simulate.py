@@ -4,16 +4,19 @@ that are not here.
 One layer of a step, as the executor runs it:
 
     gpu   | attention, dense, plan | hits | ... | fetched experts | join
-    pcie  |                        | demand fetches | promotion until the next layer's plan
+    pcie  | guess | prefetch       | demand fetches | promotion until the next layer's plan
     cpu   |                        | the rest of the misses     |
 
 Demand fetches and the CPU begin together when the plan is made; promotion gets what PCIe leaves idle
 until the next plan, cut into pieces (experts/promotion.py). The same objects decide here and in the
-engine. Pure: ids and rates in, a record out.
+engine. Where a layer's experts are guessed, their missing units travel until the plan is made; what has
+arrived of those that are needed is work that nobody has any more (experts/plan_oracle.py). Pure: ids and
+rates in, a record out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +41,8 @@ class SimulatedMachine:
 
     ``paths``: of a miss. ``gpu_gbps``: at which the GPU reads resident experts. ``dense_s``: of one
     layer before its experts are known (attention, dense weights, router). ``plan_s``: plan kernel and
-    joins of one layer. ``step_s``: once a step (embedding, logits, sampling, launch).
+    joins of one layer. ``step_s``: once a step (embedding, logits, sampling, launch). ``guess_s``: from a
+    layer's begin to its first prefetch. ``max_prefetch``: units prefetched for a layer at most.
     """
 
     paths: PathRates
@@ -46,6 +50,8 @@ class SimulatedMachine:
     dense_s: float = 0.0
     plan_s: float = 0.0
     step_s: float = 0.0
+    guess_s: float = 0.0
+    max_prefetch: int = 4
 
 
 def machine_from_profile(
@@ -101,6 +107,8 @@ class Prediction:
     cpu_nbytes: int
     gpu_nbytes: int
     idle: dict[str, float]
+    prefetched_nbytes: int = 0
+    ahead_nbytes: int = 0  # of them, what was needed; ``fetched_nbytes`` has them, too
 
     @property
     def step_s(self) -> float:
@@ -124,6 +132,8 @@ class _Totals:
     promoted: int = 0
     computed: int = 0
     gpu: int = 0
+    prefetched: int = 0
+    ahead: int = 0
 
     def copy(self) -> _Totals:
         return _Totals(**vars(self))
@@ -157,32 +167,41 @@ class Simulation:
         self._idle_nbytes = 0  # of the last step
         self._arriving: set[int] = set()  # units whose slot is theirs and whose bytes are not there
 
-    def step(self, visits: Iterable[Sequence[int]]) -> None:
-        """One decode step; ``visits``: each layer's experts, numbered over all layers."""
+    def step(
+        self, visits: Iterable[Sequence[int]], guesses: Iterable[Sequence[int]] | None = None
+    ) -> None:
+        """One decode step; ``visits``: each layer's experts, numbered over all layers; ``guesses``: what
+        is thought of each before its attention, the surest first; None: nothing is prefetched."""
         self.policy.begin_step()
         if self._promote and self._queue.idle:
             self._offer()
         self._idle_nbytes = 0
-        for experts in visits:
-            self._layer(experts)
+        for experts, guessed in zip(visits, guesses or itertools.repeat(())):
+            self._layer(experts, guessed)
         self.clock.run(GPU, self.machine.step_s, label="step")
 
-    def _layer(self, experts: Sequence[int]) -> None:
+    def _layer(self, experts: Sequence[int], guessed: Sequence[int]) -> None:
         machine, paths, clock = self.machine, self.machine.paths, self.clock
         size = paths.slice_nbytes
+        begun_s = clock.free_s(GPU)
         planned = clock.run(GPU, machine.dense_s + machine.plan_s, label="dense and plan")
+        sent = self._prefetch(guessed, begun_s + machine.guess_s, planned) if guessed else {}
         found = self.policy.look_up(experts)
         late = [unit for unit in found.hits if unit in self._arriving]
-        misses = (*late, *found.misses)
+        misses = sorted((*late, *found.misses), key=lambda unit: -sent.get(unit, 0))
         hits, missing = len(found.hits) - len(late), len(misses)
-        q = self._fetch_count(missing)
+        ahead = sum(sent.get(unit, 0) for unit in misses)
+        done = (ahead + size // 2) // size
+        q = done + self._fetch_count(missing - done)
+        ahead = sum(sent.get(unit, 0) for unit in misses[:q])
+        self.totals.ahead += ahead
         for unit in misses[:q]:
             self._queue.drop(unit)
             if unit in self._arriving:
                 self._arriving.discard(unit)
             else:
                 self.policy.admit(unit)
-        fetch_s, cpu_s = _both(q * size, (missing - q) * size, paths)
+        fetch_s, cpu_s = _both(q * size - ahead, (missing - q) * size, paths)
         arrived = clock.run(PCIE, fetch_s, after=planned, label="fetch") if q else planned
         answered = clock.run(CPU, cpu_s, after=planned, label="experts") if missing > q else planned
         unit_s = size / (machine.gpu_gbps * GIGA)
@@ -193,6 +212,20 @@ class Simulation:
         if self._promote:
             window_s = max(joined - planned, 0.0) + machine.dense_s + machine.plan_s
             self._advance(idle_nbytes(window_s, q, paths), arrived)
+
+    def _prefetch(self, guessed: Sequence[int], begin_s: float, end_s: float) -> dict[int, int]:
+        """Bytes that have arrived of each guessed unit when the plan is made."""
+        paths, policy = self.machine.paths, self.policy
+        size, gbps = paths.slice_nbytes, paths.pcie_alone_gbps or paths.pcie_gbps
+        resident = set(policy.residents()) - self._arriving
+        units = [u for expert in guessed for u in policy.shape.units_of(expert)]
+        units = [u for u in units if u not in resident][: self.machine.max_prefetch]
+        begin_s = max(begin_s, self.clock.free_s(PCIE))
+        left = min(int(max(end_s - begin_s, 0.0) * gbps * GIGA), len(units) * size)
+        self.totals.prefetched += left
+        if left:
+            self.clock.run(PCIE, left / (gbps * GIGA), after=begin_s, label="prefetch")
+        return {unit: min(max(left - at * size, 0), size) for at, unit in enumerate(units)}
 
     def _fetch_count(self, missing: int) -> int:
         if missing >= len(self._table):
@@ -263,12 +296,14 @@ def simulate(
     skip_steps: int = 0,
     table: Sequence[int] | None = None,
     promote: bool = True,
+    guesses: Sequence[Sequence[int]] | None = None,
 ) -> Prediction:
     """Replay visits (``replay.visits_of``) and add up what follows the first ``skip_steps`` steps.
 
     Args:
         visits: step by step, each through all layers of ``policy.shape``.
         skip_steps: warm the cache and do not count.
+        guesses: of each visit, see ``Simulation.step``.
     """
     layers = policy.shape.num_layers
     run = Simulation(policy, machine, table=table, promote=promote)
@@ -278,7 +313,8 @@ def simulate(
         if at == skip_steps:
             start_s, before = run.clock.free_s(GPU), run.totals.copy()
             busy = {name: run.clock.busy_s(name) for name in (GPU, PCIE, CPU)}
-        run.step(visits[at * layers : (at + 1) * layers])
+        part = slice(at * layers, (at + 1) * layers)
+        run.step(visits[part], None if guesses is None else guesses[part])
     seconds = run.clock.free_s(GPU) - start_s
     now = run.totals
     idle = {
@@ -297,6 +333,8 @@ def simulate(
         now.computed - before.computed,
         now.gpu - before.gpu,
         idle,
+        now.prefetched - before.prefetched,
+        now.ahead - before.ahead,
     )
 
 

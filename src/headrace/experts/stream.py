@@ -1,49 +1,46 @@
-"""Prompt chunks: the experts that a chunk was routed to, through a ring of slots and on the CPU.
+"""Prompt chunks: hits where they lie, misses through a ring of slots and on the CPU, all at once.
 
-The host learns the routing of each layer (one wait a layer; a chunk is long enough for that), and
-takes only what was routed: slices in slots are computed where they lie; of the missing ones the CPU
-gets the share that lets it finish with PCIe, if the chunk is short enough for it (``request_block``
-holds that many tokens), and the rest passes through the ring: the copy engine brings the next slices
-while the GPU computes the ones before. Above the crossover nearly every expert is routed, and the same
-ring streams the whole layer.
+Short chunks take only the experts that were routed. The host learns the routing of each layer, its one
+wait there; of the missing slices the CPU gets the share that lets it finish with PCIe, by the rates that
+the layers before showed, if the chunk is short enough for it (``request_block`` holds that many tokens),
+and the rest passes through the ring.
 
-The cache is warmed, not wiped: the slices of the most used experts take the slots of those experts of
-the same layer that the chunk did not use.
+Long chunks use every expert, so they need no routing to begin: the ring knows at once what all layers
+miss and never stops, over attention and routers too; the host waits for nothing.
+
+The cache is warmed, not wiped: see ``ops.expert_keep``.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.errors import ConfigError
+from headrace.experts.chunk import ChunkCompute, SlotTable
 from headrace.experts.plan_oracle import FREE, PlanShape
+from headrace.experts.prefill import expected_distinct
+from headrace.experts.ring import ChunkRing, Keys
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
+from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
 
-# Computes one slice for some tokens: (layer, slot bytes, x [n, hidden]) -> float32 [n, hidden].
-SliceProduct = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+Counts = npt.NDArray[np.int32]
 
-
-class SlotTable(Protocol):
-    """The cache's slots between decoding steps, as the host sees and changes them."""
-
-    def slot(self, number: int) -> torch.Tensor:
-        """A slot's bytes, uint8 [slice_nbytes]; transit slots follow the others."""
-        ...
-
-    def slots_of(self, layer: int) -> list[int]:
-        """Slot of each of the layer's slices (expert * slices + slice), -1 where there is none."""
-        ...
-
-    def move(self, layer: int, changes: Sequence[tuple[int, int, int]]) -> None:
-        """For each (slot, old, new): the slot that held the layer's slice ``old`` (-1: nothing) now
-        holds ``new``."""
-        ...
+# How fast the CPU's share follows what one layer showed: a prompt of 18 layers settles it.
+_LEARN = 0.25
+# Lent to the ring: at most this part of the slots, and what PCIe brings while the GPU is busy with the
+# attention of a layer: 6 ms for 8,192 tokens of gpt-oss-120b's geometry, 120 slots of 2.6 MB.
+_LENT = 8
+_TOKENS_OF_A_LENT_SLOT = 64
+# A chunk uses every expert of a layer, near enough, if so many would be used ...
+_ALL_EXPERTS = 0.95
+# ... by a fraction of its tokens: routers with favourites touch fewer experts than uniform ones.
+_FAVOURITES = 4
 
 
 class CpuShare(Protocol):
@@ -51,77 +48,34 @@ class CpuShare(Protocol):
 
     max_tokens: int
 
+    def rows(self, num_tokens: int) -> torch.Tensor:
+        """Where the chunk's x is to be put before ``begin``: float32 [T, D], on the host."""
+        ...
+
     def begin(
-        self,
-        layer: int,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        keys: Sequence[int],
+        self, layer: int, ids: torch.Tensor, weights: torch.Tensor, keys: Sequence[int] | Keys
     ) -> None:
-        """Start on these slices (expert * slices + slice). x, ids, weights: on the host."""
+        """Start on these slices (expert * slices + slice, ascending). ids, weights: on the host."""
         ...
 
-    def finish(self) -> torch.Tensor:
-        """Wait; float32 [T, hidden], on the host."""
+    def add_to(self, out: torch.Tensor) -> None:
+        """Add the result to ``out``, float32 [T, D], on the device."""
         ...
 
-
-@dataclass(frozen=True)
-class _Uses:
-    """The tokens of one expert: rows of x and weights, on the device."""
-
-    rows: torch.Tensor
-    weights: torch.Tensor
-
-
-class SliceRing:
-    """Transit slots that the copy engine fills one after the other, ahead of what is computed."""
-
-    def __init__(self, device: Device, store: HostStore, slots: Sequence[torch.Tensor]) -> None:
-        self._device, self._store, self._slots = device, store, slots
-        self._copies = device.stream()
-        self._free = device.event()
-        self._arrived = [device.event() for _ in slots]
-        self._computed = [device.event() for _ in slots]
-        self._layer, self._keys, self._queued = 0, list[int](), 0
-
-    def begin(self, layer: int, keys: Sequence[int]) -> None:
-        """Start to bring these slices (expert * slices + slice) of a layer."""
-        self._layer, self._keys, self._queued = layer, list(keys), 0
-        self._free.record()  # whatever used the slots before
-        self._copies.wait_event(self._free)
-        while self._queued < min(len(self._keys), len(self._slots)):
-            self._queue()
-
-    def __iter__(self) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """(key, slot) in order; the slot is valid on the current stream until the next one is asked."""
-        for number, key in enumerate(self._keys):
-            place = number % len(self._slots)
-            self._arrived[place].wait()
-            yield key, self._slots[place]
-            self._computed[place].record()
-            if self._queued < len(self._keys):
-                self._copies.wait_event(self._computed[place])
-                self._queue()
-
-    def _queue(self) -> None:
-        place = self._queued % len(self._slots)
-        expert, piece = divmod(self._keys[self._queued], self._store.layout.num_slices)
-        with self._device.use(self._copies):
-            source = self._store.slab(self._layer, expert)[piece]
-            self._slots[place][: len(source)].copy_(source, non_blocking=True)
-            self._arrived[place].record()
-        self._queued += 1
+    def busy_s(self) -> float:
+        """Seconds of computing so far; 0 if nobody counts."""
+        ...
 
 
 class StreamPrefill:
     """``layers.moe.MixtureExecutor`` for chunks that are longer than a decoding step.
 
+    Layers of one chunk follow each other; a call for any other layer than the next begins a new chunk.
+
     Args:
-        product: computes a slice on the device.
+        compute: the device's part.
         cpu: the CPU's part, if it has one.
-        cpu_share: of missing slices that the CPU takes, 0 to 1, where it can.
+        cpu_share: of missing slices that the CPU takes at first, 0 to 1, where it can.
     """
 
     def __init__(
@@ -130,74 +84,166 @@ class StreamPrefill:
         store: HostStore,
         shape: PlanShape,
         table: SlotTable,
-        product: SliceProduct,
+        compute: ChunkCompute,
         *,
         cpu: CpuShare | None = None,
         cpu_share: float = 0.0,
     ) -> None:
         self._store, self._shape, self._table = store, shape, table
-        self._product, self._cpu = product, cpu
-        self._on_host = device.reads_pageable
+        self._device, self._compute, self._cpu = device, compute, cpu
         self.cpu_share = cpu_share
-        transit = [table.slot(shape.num_slots + i) for i in range(shape.max_fetch)]
-        self._ring = SliceRing(device, store, transit)
+        self._ring = ChunkRing(device, store)
+        self._known = device.event()
+        self._residency: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)
+        self._next = -1
+        self._sent = 0, 0  # slices of the layer before by the ring, by the CPU
+        self._busy_s = 0.0
+        self._host: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.fetched = self.hit = self.on_cpu = 0  # slices
 
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k] -> float32 [T, D]."""
+        everything = self._uses_everything(*ids.shape)
+        if layer != self._next:
+            self._begin(layer, x.shape[0], everything)
+        self._next = layer + 1
+        if everything and self._can_fetch(layer):
+            return self._stream(layer, x, ids, weights)
         most = x.shape[0] if self._cpu is None else self._cpu.max_tokens
         if x.shape[0] > most and not self._can_fetch(layer):
             # Only the CPU can serve what is missing: as many tokens at a time as it takes.
             rows = [slice(start, start + most) for start in range(0, x.shape[0], most)]
-            return torch.cat([self(layer, x[r], ids[r], weights[r]) for r in rows])
-        host_ids = ids.cpu()
-        slots = self._table.slots_of(layer)
-        uses = _uses(host_ids, weights)
-        slices = self._shape.num_slices
-        # The most used first: those the cache keeps; the CPU takes from the end.
-        order = sorted(uses, key=lambda e: (-len(uses[e].rows), e))
-        keys = [e * slices + s for e in order for s in range(slices)]
-        missing = [key for key in keys if slots[key] == FREE]
+            return torch.cat([self._route(layer, x[r], ids[r], weights[r]) for r in rows])
+        return self._route(layer, x, ids, weights)
+
+    def settle(self) -> None:
+        """Between steps: after a chunk that failed half-way, its copies end before others' work."""
+        self._ring.settle()
+
+    def _begin(self, layer: int, num_tokens: int, everything: bool) -> None:
+        """Look at the cache; if all of it is needed, let the ring start on what the layers miss."""
+        self._sent = 0, 0
+        shape = self._shape
+        lent = 0
+        if everything and shape.max_fetch:
+            lent = min(shape.num_slots // _LENT, num_tokens // _TOKENS_OF_A_LENT_SLOT)
+        if lent:
+            self._table.lend(lent)
+        self._residency = self._table.residency()
+        first = shape.num_slots - lent
+        self._ring.reset(self._table.slots(first, lent + shape.max_fetch), first)
+        for at in range(layer if everything else shape.num_layers, shape.num_layers):
+            if self._can_fetch(at):
+                self._ring.add(at, _keys(self._residency[at] == FREE))
+
+    def _stream(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Every expert, whatever the routing."""
+        self._compute.begin(layer, x, ids, weights)
+        slots = self._residency[layer]
+        hits = _keys(slots != FREE)
+        self.hit += len(hits)
+        self.fetched += self._compute_all(layer, slots, hits, None)
+        return self._compute.finish()
+
+    def _compute_all(
+        self, layer: int, slots: npt.NDArray[np.int32], hits: Keys, uses: Counts | None
+    ) -> int:
+        """Hits, and what the ring brings; how many those are. Hits first: what arrives may take their
+        slots.
+
+        slots: of the layer's keys; uses: tokens of each key's expert; None if only the device knows.
+        """
+        keys, places, ends = self._ring.take(layer)
+        stay = np.full(len(keys), ASK_DEVICE, np.int32)
+        if uses is not None and len(keys):
+            came = np.zeros(len(slots), np.bool_)
+            came[keys] = True
+            stay = choose_kept(*map(torch.tensor, (uses, slots, came))).numpy()[keys]
+        work = np.empty((len(hits) + len(keys), 3), np.int32)
+        work[: len(hits)] = np.stack([slots[hits], hits, np.full_like(hits, NOWHERE)], 1)
+        work[len(hits) :] = np.stack([places, keys, stay], 1)
+        self._compute.stage(work, [len(hits), *(len(hits) + end for end in ends)])
+        self._compute.compute(0)
+        for number, _ in enumerate(self._ring.chunks(len(ends)), 1):
+            self._compute.compute(number)
+        return len(keys)
+
+    def _route(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The routed experts, on all paths."""
+        able = self._cpu is not None and x.shape[0] <= self._cpu.max_tokens
+        if self._cpu is not None and able:
+            self._cpu.rows(x.shape[0]).copy_(x, non_blocking=True)
+        host_ids, host_weights = self._to_host(ids, weights)
+        self._compute.begin(layer, x, ids, weights)
+        self._known.synchronize()
+        self._learn()
+        flat: Any = host_ids.numpy().ravel()
+        uses = np.bincount(flat[flat >= 0], minlength=self._shape.num_experts)
+        uses = np.repeat(uses, self._shape.num_slices).astype(np.int32)
+        slots = self._residency[layer]
+        hits = _keys((uses > 0) & (slots != FREE))
+        missing = _keys((uses > 0) & (slots == FREE))
+        # The most used first: those the cache may keep; the CPU takes the others.
+        missing = missing[np.argsort(-uses[missing], kind="stable")]
         streamed, on_cpu = self._share(layer, missing, x.shape[0])
-        if on_cpu:
-            assert self._cpu is not None
-            self._cpu.begin(layer, x.cpu(), host_ids, weights.cpu(), on_cpu)
-        self._ring.begin(layer, streamed)
-        out = torch.zeros_like(x)
-        for key in keys:
-            if slots[key] != FREE:
-                self._add(layer, out, x, uses[key // slices], self._table.slot(slots[key]))
-        staying = self._staying(slots, uses, streamed)
-        changes: list[tuple[int, int, int]] = []
-        for key, piece in self._ring:
-            self._add(layer, out, x, uses[key // slices], piece)
-            if key in staying:
-                leaving = staying[key]
-                self._table.slot(slots[leaving]).copy_(piece)
-                changes.append((slots[leaving], leaving, key))
-        if changes:
-            self._table.move(layer, changes)
-        if on_cpu:
-            assert self._cpu is not None
-            out += self._cpu.finish().to(out.device)
-        self.hit += len(keys) - len(missing)
+        if self._cpu is not None and len(on_cpu):
+            self._cpu.begin(layer, host_ids, host_weights, on_cpu)
+        self._sent = len(streamed), len(on_cpu)
+        self._ring.add(layer, streamed)
+        self._compute_all(layer, slots, hits, uses)
+        out = self._compute.finish()
+        if self._cpu is not None and len(on_cpu):
+            self._cpu.add_to(out)
+        self.hit += len(hits)
         self.fetched += len(streamed)
         self.on_cpu += len(on_cpu)
         return out
 
-    def _share(
-        self, layer: int, missing: Sequence[int], num_tokens: int
-    ) -> tuple[list[int], list[int]]:
-        """(what is streamed, in order; what the CPU computes, ascending).
+    def _learn(self) -> None:
+        """Correct the CPU's share by how long both paths took for the layer before, if both worked.
+
+        Everything before this layer's routing is done by now, the CPU's part included.
+        """
+        (streamed, on_cpu), self._sent = self._sent, (0, 0)
+        busy_s = 0.0 if self._cpu is None else self._cpu.busy_s()
+        cpu_s, self._busy_s = busy_s - self._busy_s, busy_s
+        ring_s = self._ring.seconds() if streamed else 0.0
+        if streamed and on_cpu and cpu_s > 0 and ring_s > 0:
+            cpu, ring = on_cpu / cpu_s, streamed / ring_s
+            self.cpu_share += _LEARN * (cpu / (cpu + ring) - self.cpu_share)
+
+    def _to_host(
+        self, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies that are there once ``_known`` is."""
+        shape = tuple(ids.shape)
+        if shape not in self._host:
+            pinned = self._device.pinned
+            self._host.clear()  # the layers of a chunk are alike
+            self._host[shape] = (
+                pinned(*shape, dtype=torch.int32), pinned(*shape, dtype=torch.float32)
+            )  # fmt: skip
+        to = self._host[shape]
+        to[0].copy_(ids, non_blocking=True)
+        to[1].copy_(weights, non_blocking=True)
+        self._known.record()
+        return to
+
+    def _share(self, layer: int, missing: Keys, num_tokens: int) -> tuple[Keys, Keys]:
+        """(what is streamed, what the CPU computes), both ascending; ``missing`` by falling use.
 
         Raises:
             ConfigError: the layer cannot be fetched, and the chunk is too long for the CPU.
         """
         can_fetch = self._can_fetch(layer)
         able = self._cpu is not None and num_tokens <= self._cpu.max_tokens
-        if not (can_fetch or able) and missing:
+        if not (can_fetch or able) and len(missing):
             most = self._cpu.max_tokens if self._cpu is not None else 0
             raise ConfigError(
                 f"{num_tokens} tokens at once: layer {layer} is not pinned, and the CPU takes {most}",
@@ -207,39 +253,19 @@ class StreamPrefill:
             )
         share = (self.cpu_share if can_fetch else 1.0) if able else 0.0
         count = len(missing) - round(len(missing) * share)
-        return list(missing[:count]), sorted(missing[count:])
+        return np.sort(missing[:count]), np.sort(missing[count:])
 
     def _can_fetch(self, layer: int) -> bool:
-        return bool(self._shape.max_fetch) and (self._on_host or self._store.pinned(layer))
+        reads = self._device.reads_pageable or self._store.pinned(layer)
+        return bool(self._shape.max_fetch) and reads
 
-    def _add(
-        self, layer: int, out: torch.Tensor, x: torch.Tensor, uses: _Uses, piece: torch.Tensor
-    ) -> None:
-        y = self._product(layer, piece, x.index_select(0, uses.rows))
-        out.index_add_(0, uses.rows, y.mul_(uses.weights.unsqueeze(1)))
-
-    def _staying(
-        self, slots: Sequence[int], uses: Mapping[int, _Uses], streamed: Sequence[int]
-    ) -> dict[int, int]:
-        """Which of the streamed slices stay: key -> the layer's slice that leaves its slot for it."""
-        slices = self._shape.num_slices
-        idle = [key for key, slot in enumerate(slots) if slot != FREE and key // slices not in uses]
-        return dict(zip(streamed, idle))
+    def _uses_everything(self, num_tokens: int, top_k: int) -> bool:
+        if self._cpu is not None and num_tokens <= self._cpu.max_tokens:
+            return False
+        experts = self._shape.num_experts
+        touched = expected_distinct(num_tokens / _FAVOURITES, experts, min(top_k, experts))
+        return touched >= _ALL_EXPERTS * experts
 
 
-def _uses(ids: torch.Tensor, weights: torch.Tensor) -> dict[int, _Uses]:
-    """Tokens by expert. ids: int32 [T, k] on the host; weights: float32 [T, k] on the device."""
-    flat = ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    by_expert: Any = flat[order].numpy()
-    there = order.to(weights.device, non_blocking=True)
-    rows = there // ids.shape[1]
-    sorted_weights = weights.flatten().index_select(0, there)
-    found: dict[int, _Uses] = {}
-    start = 0
-    for expert, same in itertools.groupby(map(int, by_expert)):
-        end = start + sum(1 for _ in same)
-        if expert >= 0:
-            found[expert] = _Uses(rows[start:end], sorted_weights[start:end])
-        start = end
-    return found
+def _keys(where: npt.NDArray[np.bool_]) -> Keys:
+    return np.flatnonzero(where).astype(np.int32)

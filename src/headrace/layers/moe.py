@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from headrace.formats.base import PackedTensor
+from headrace.layers.norm import Norm
 from headrace.layers.router import Router
+from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation, ExpertWeights
 from headrace.ops.registry import OpSet
 
@@ -26,6 +28,23 @@ class MixtureExecutor(Protocol):
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, /
     ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """An executor that can use a layer's attention to bring experts, of a decoding step."""
+
+    def foresee(
+        self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None, /
+    ) -> None:
+        """x: float32 [T, D], the layer's input; valid: bool [T], rows that count; None: all. The
+        mixture's call must follow."""
+        ...
+
+    def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None, /) -> None:
+        """Just before the mixture's call, of any length: x is the state after the layer's attention,
+        before its norm."""
+        ...
 
 
 class InMemoryExperts:
@@ -58,15 +77,33 @@ class Mixture:
         index: number of the mixture among the mixtures, what ``experts`` is told.
     """
 
-    __slots__ = ("_experts", "_index", "_layer", "_router", "on_computed", "on_routing")
+    __slots__ = (
+        "_experts",
+        "_foresight",
+        "_index",
+        "_layer",
+        "_router",
+        "on_computed",
+        "on_routing",
+    )
 
     def __init__(self, layer: int, index: int, router: Router, experts: MixtureExecutor) -> None:
         self._layer = layer
         self._index = index
         self._router = router
         self._experts = experts
+        self._foresight = experts if isinstance(experts, Foresight) else None
         self.on_routing: RoutingObserver | None = None
         self.on_computed: Callable[[], None] | None = None  # once all of it is launched
+
+    def foresight(self, norm: Norm) -> Callable[[torch.Tensor, torch.Tensor | None], None] | None:
+        """What to tell a decoding step's layer input, and which rows count, before attention; None
+        where nobody wants to know. ``norm``: the one before this mixture."""
+        executor, index = self._foresight, self._index
+        if executor is None:
+            return None
+        router = self._router.view(norm)
+        return lambda x, valid: executor.foresee(index, x, router, valid)
 
     @property
     def router_weight(self) -> PackedTensor:
@@ -92,6 +129,8 @@ class Mixture:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)
         if self.on_routing is not None:
             self.on_routing(self._layer, ids)
+        if self._foresight is not None:
+            self._foresight.attended(self._index, residual, valid)
         out = self._experts(self._index, x, ids, weights).add_(residual)
         if self.on_computed is not None:
             self.on_computed()

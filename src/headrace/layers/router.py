@@ -7,6 +7,8 @@ import torch
 from headrace.core.model_spec import MoeSpec
 from headrace.formats.base import PackedTensor
 from headrace.layers.linear import Linear
+from headrace.layers.norm import Norm
+from headrace.ops.expert_records import RouterView
 from headrace.ops.registry import OpSet
 
 _ROUTE_ROWS = 16  # of a decoding step
@@ -32,6 +34,11 @@ class Router:
     def weight(self) -> PackedTensor:
         """[E, D] as stored."""
         return self._linear.weight
+
+    def view(self, norm: Norm) -> RouterView:
+        """What guesses this router's choice, ``norm`` being the one before it."""
+        linear = self._linear
+        return RouterView(linear.weight, linear.bias, norm.weight, norm.eps, self._k)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: float32 [T, D] -> ids int32 [T, k], weights float32 [T, k]."""

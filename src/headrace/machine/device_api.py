@@ -21,6 +21,9 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from this point to another, both passed; 0 where calls return when done."""
+        ...
 
 
 class Stream(Protocol):

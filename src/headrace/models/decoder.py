@@ -14,7 +14,7 @@ from headrace.layers.dense import DenseFeedForward
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Mixture, RoutingObserver
 from headrace.layers.norm import Norm
-from headrace.ops.records import AttentionBatch, LayerCache, LayerKV
+from headrace.ops.records import AttentionBatch, LayerCache, LayerKV, SealedKV
 from headrace.ops.registry import OpSet
 
 
@@ -30,6 +30,8 @@ class DecoderLayer:
         "_attention_norm",
         "_dense_block",
         "_feed_forward_norm",
+        "_foresee",
+        "_fused_caches",
         "_ops",
         "feed_forward",
     )
@@ -44,8 +46,11 @@ class DecoderLayer:
     ) -> None:
         self._ops = ops
         self._attention_block = None
+        self._fused_caches: tuple[type[LayerCache], ...] = ()
         if ops.has("attention_block") and attention.is_block:
             self._attention_block = attention.block(attention_norm)
+            sealed = ops.chosen["attention_block"].takes_sealed
+            self._fused_caches = (LayerKV, SealedKV) if sealed else (LayerKV,)
         self._dense_block = None
         dense = feed_forward if isinstance(feed_forward, DenseFeedForward) else None
         if ops.has("dense_block") and dense is not None and dense.is_block:
@@ -54,6 +59,8 @@ class DecoderLayer:
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        mixture = feed_forward if isinstance(feed_forward, Mixture) else None
+        self._foresee = None if mixture is None else mixture.foresight(feed_forward_norm)
 
     def matrices(self) -> Iterator[tuple[str, PackedTensor]]:
         """See ``Decoder.matrices``."""
@@ -70,8 +77,10 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """x: float32 [T, D] -> float32 [T, D]."""
+        if batch.decode and self._foresee is not None:
+            self._foresee(x, batch.valid)
         block = self._attention_block
-        if block is not None and batch.decode and isinstance(cache, LayerKV):
+        if block is not None and batch.decode and isinstance(cache, self._fused_caches):
             x = self._ops.attention_block(x, block, cache, batch)
         else:
             x = self._attention(self._attention_norm(x), x, batch, cache)

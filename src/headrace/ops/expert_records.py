@@ -13,7 +13,22 @@ from typing import Protocol
 
 import torch
 
+from headrace.formats.base import PackedTensor
 from headrace.ops.records import Activation
+
+
+@dataclass(frozen=True)
+class RouterView:
+    """What a layer's routing can be guessed with: its router behind the norm before it.
+
+    weight: [E, D] as stored; bias: float32 [E] or None; scale: float32 [D], the norm's weight
+    """
+
+    weight: PackedTensor
+    bias: torch.Tensor | None
+    scale: torch.Tensor
+    eps: float
+    top_k: int
 
 
 class SlicePart(Protocol):

@@ -57,6 +57,7 @@ class Op:
     """One implementation. ``tolerance``: largest |difference| / largest |value| to the float64 oracle.
 
     times_parts: a block whose function takes ``seconds``, doubles that grow by the times of its parts.
+    takes_sealed: an ``attention_block`` that serves caches whose pages are sealed, too
     marks_parts: a block whose function takes ``mark``, which it calls with the place in ``BLOCKS`` of each
     part once that is launched; parts that are one kernel are marked once, as the first of them.
     """
@@ -66,6 +67,7 @@ class Op:
     function: Callable[..., Any]
     tolerance: float
     times_parts: bool = False
+    takes_sealed: bool = False
     marks_parts: bool = False
 
 
@@ -223,6 +225,12 @@ def instruction_set(backend: str) -> str | None:
     """The CPU instruction set that ``backend`` computes with, if it has a say in that."""
     chosen = getattr(importlib.import_module(f"headrace.ops.{backend}"), "isa", None)
     return chosen() if chosen is not None else None
+
+
+def why_no_tiles(backend: str) -> str | None:
+    """Why ``backend`` does without matrix tiles, empty if it uses them; None if it knows of none."""
+    reason = getattr(importlib.import_module(f"headrace.ops.{backend}"), "why_no_tiles", None)
+    return reason() if reason is not None else None
 
 
 def whole_blocks(chosen: dict[str, Op]) -> dict[str, Op]:

@@ -56,6 +56,14 @@ def test_it_says_why_the_extension_is_not_used(host: Path) -> None:
     assert "not used: no compiler was found. The PyTorch kernels serve" in text_of(host, MISSING)
 
 
+def test_it_says_whether_matrix_tiles_are_used_and_why_not(host: Path) -> None:
+    refused = dataclasses.replace(BUILT, no_tiles="the kernel refused the tile registers")
+    assert "matrix tiles: none: the kernel refused the tile registers" in text_of(host, refused)
+    used = dataclasses.replace(BUILT, isa="avx512_amx", no_tiles="")
+    assert "matrix tiles: avx512_amx, in calls of more than 64 rows" in text_of(host, used)
+    assert "matrix tiles" not in text_of(host, MISSING)
+
+
 def test_a_gpu_is_named_and_not_promised(host: Path) -> None:
     machine = probe_machine(host, affinity=range(20))
     gpu = GpuInfo(0, "NVIDIA H200", 150 * 10**9, 149 * 10**9, "580.95")

@@ -282,3 +282,32 @@ def test_plan_arithmetic():
         VramPlan(1, 0, 0, 0, 0, GB).require_fit("x") or VramPlan(GB, 0, 0, 0, 0, GB).require_fit(
             "x"
         )
+
+
+def qwen3(layers=4):
+    """The geometry of Qwen3-30B-A3B: 128 experts of 2048 x 768 in every layer."""
+    return smollm2(
+        family="qwen3_moe", hidden=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab=151936,
+        intermediate=0, max_context=40960, layers=(LayerSpec(None, True),) * layers,
+        tie_embeddings=False, moe=MoeSpec(128, 8, 768, "softmax_topk", True, False, False),
+    )  # fmt: skip
+
+
+def test_mixed_block_types_lie_in_slots_of_the_longest_slice():
+    """As Q4_K_M: down in Q6_K in every second layer. A slice has 256 of the 768 columns."""
+    kinds = (("q4_k", "q6_k", False), ("q4_k", "q4_k", False)) * 2
+    of = qwen3()
+    stored = ModelSizes(
+        4 * GB, 3 * GB, frozenset({"q4_k", "q6_k"}), frozenset({"q4_k", "q6_k"}), kinds
+    )
+    able = GpuSupport(None, frozenset({"q4_k", "q6_k"}))
+    made = choose(of, support=able, stored=stored, experts="gpu")
+    nbytes = 256 * 2048 * (2 * 4.5 + 6.5625) / 8
+    assert nbytes % 4096 == 0
+    assert made.vram.experts_nbytes == 4 * 128 * 3 * nbytes
+    assert made.slots
+    (dense,) = (c for c in made.choices if c.name == "dense_format")
+    assert dense.value == "bf16"
+    assert "1,000 MB become" in dense.reason
+    without = GpuSupport(None, frozenset({"q4_k"}))
+    assert not choose(of, support=without, stored=stored, experts="gpu").slots

@@ -20,6 +20,7 @@ from headrace.engine.loading import load_parts
 from headrace.kv.directions import data_dir, load_directions
 from headrace.kv.open_pages import OpenPages
 from headrace.models.calibration import calibration_text
+from tests.fixtures.cpu_cases import no_tiles  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from tests.fixtures.toy_engine import drain, make_request
 
 
@@ -60,6 +61,7 @@ def run(engine, n=2):
     return {key: a.token_ids for key, a in done.items()}, snapshot
 
 
+@pytest.mark.usefixtures("no_tiles")
 @pytest.mark.parametrize("kv_format", ["fp8", "nvfp4k-fp8v"])
 def test_answers_do_not_depend_on_chunks_sharing_and_preemption(load, kv_format):
     """Rows have the same bits whatever lies around them, and so have sealed pages."""

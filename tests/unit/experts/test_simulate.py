@@ -136,3 +136,29 @@ def test_a_machine_from_its_profile() -> None:
     assert (machine.gpu_gbps, machine.dense_s) == (3500.0, 1e-5)
     with pytest.raises(ConfigError, match="cpu_experts_bf16"):
         machine_from_profile(profile, "bf16", 4096)
+
+
+def test_a_prefetch_on_the_clock_by_hand() -> None:
+    """Slices of 1 GB. PCIe 1 s and CPU 0.5 s each, GPU 0.1 s; 2 s of attention, of which 0.4 pass before
+    the first prefetch: 1.6 GB are there when the plan is made, 1 of expert 0 and 0.6 of expert 3."""
+    machine = SimulatedMachine(
+        PathRates(1.0, 2.0, 10**9), gpu_gbps=10.0, dense_s=2.0, guess_s=0.4, max_prefetch=2
+    )
+    clock = VirtualClock(keep=True)
+    run = Simulation(LruPolicy(CacheShape(1, 8, 0)), machine, promote=False, clock=clock)
+    run.step([(0, 1, 2, 3)], [(0, 3, 1)])
+    # 2 slices' worth of 4 is done, so 2 are left to split: both on the CPU take 1 s, one of each 1 s;
+    # equals fetch more. So 3 are fetched: 0.4 GB of expert 3 and 1 GB of expert 1 remain.
+    assert [(s.resource, s.label, round(s.start_s, 3), round(s.end_s, 3)) for s in clock.spans] == [
+        ("gpu", "dense and plan", 0.0, 2.0),
+        ("pcie", "prefetch", 0.4, 2.0),
+        ("pcie", "fetch", 2.0, 3.4),
+        ("cpu", "experts", 2.0, 2.5),
+        ("gpu", "fetched", 3.4, 3.7),
+    ]
+    assert (run.totals.prefetched, run.totals.ahead) == (1_600_000_000, 1_600_000_000)
+    run.step([(0, 1)], [(5, 6)])  # a wrong guess brings nothing and delays nothing
+    assert clock.spans[6].label == "prefetch"
+    assert run.totals.prefetched == pytest.approx(3_200_000_000)
+    assert run.totals.ahead == 1_600_000_000
+    assert [s.start_s for s in clock.spans if s.label == "fetch"][1] == pytest.approx(5.7)

@@ -26,10 +26,13 @@ def available() -> str | None:
 
 
 def select_isa(name: str) -> None:
-    """Use the kernels of one instruction set: "scalar", "avx2" or "avx512"; "" for the best.
+    """Use the kernels of one instruction set: "scalar", "avx2", "avx512", "avx512_amx"; "" for the best.
 
-    "avx512_vnni" is a second numerics mode: activations as two int8 terms per block of 32 (two
-    bfloat16 terms for bf16 weights). It is never a default, since the others agree bit for bit.
+    All of these agree bit for bit in calls of up to 64 rows. In larger ones "avx512_amx" multiplies
+    tiles, with two bfloat16 terms for each activation (``docs/adr/0008-matrix-tiles.md``).
+    "avx512_bf16" runs the same tiles without AMX, for tests. "avx512_vnni" is a second numerics mode:
+    activations as two int8 terms per block of 32 (two bfloat16 terms for bf16 weights). Neither is
+    ever a default.
     """
     from headrace.ops.cpu import _native
 
@@ -46,6 +49,13 @@ def isa() -> str:
     from headrace.ops.cpu import _native
 
     return _native.isa()
+
+
+def why_no_tiles() -> str:
+    """Why calls of many rows go without AMX tiles; empty if they use them."""
+    from headrace.ops.cpu import _native
+
+    return _native.why_no_tiles()
 
 
 def supported_isas() -> list[str]:

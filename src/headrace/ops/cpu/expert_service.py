@@ -212,6 +212,10 @@ class NativeExpertService:
         """Change how rows are read: rows at once, prefetch distances (0: no second). For benchmarks."""
         self._native.set_reading(rows, near_nbytes, far_nbytes)
 
+    def tune_tiles(self, *, tokens: int, pairs: int) -> None:
+        """Use matrix tiles for items of so many pairs in requests of so many tokens. For benchmarks."""
+        self._native.set_tile_use(tokens, pairs)
+
     def read_only(self, on: bool) -> None:
         """Read the items' bytes instead of computing: the yardstick of benchmarks."""
         self._native.set_read_only(on)

@@ -74,6 +74,20 @@ def linear(
     return out
 
 
+def tiled_linear(x: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+    """x W^T on matrix tiles whatever the number of rows, [T, K] -> [T, N]. For tests and benchmarks.
+
+    Raises:
+        InternalError: the instruction set in use has no tiles.
+    """
+    m = handle(weight)
+    x = rows_of(x, m.cols, "x")
+    out = torch.empty((x.shape[0], m.rows), dtype=torch.float32)
+    if not _native.tiled_linear(m, x.data_ptr(), x.shape[0], out.data_ptr()):
+        raise InternalError(f"{_native.isa()} has no matrix tiles: {_native.why_no_tiles()}")
+    return out
+
+
 def linear_group(
     x: torch.Tensor, weights: Sequence[PackedTensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
 """Halves of a decoder layer as one operation: fewer launches, and activations rounded where they are made.
 
 A decoding step of 16-bit weights takes the fused way: what is multiplied next is written in the weights'
-type at once, and queries turn in the kernel that fills the cache. Everything else goes operation by
-operation.
+type at once, and queries turn in the kernel that fills the cache (or, where its pages are sealed, in that
+of the keys). Everything else goes operation by operation.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections.abc import Callable
 import torch
 
 from headrace.formats.base import PackedTensor
-from headrace.ops.records import AttentionBatch, AttentionBlock, DenseBlock, LayerKV
+from headrace.ops.records import AttentionBatch, AttentionBlock, DenseBlock, LayerCache, SealedKV
 from headrace.ops.registry import BLOCKS
 from headrace.ops.triton import products, rows
 from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
 from headrace.ops.triton.few_rows import MAX_ROWS, gated_few, linear_few
+from headrace.ops.triton.sealed_append import sealed_append
+from headrace.ops.triton.sealed_decode import sealed_attention_decode
+from headrace.ops.triton.sealed_prefill import sealed_attention_prefill
 
 _HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 # Places of the parts, for marks.
-_NORM, _QKV, _ROPE, _, _ATTENTION, _OUTPUT = range(len(BLOCKS["attention_block"]))
+_NORM, _QKV, _ROPE, _APPEND, _ATTENTION, _OUTPUT = range(len(BLOCKS["attention_block"]))
 _DENSE_NORM, _GATED, _DOWN = range(len(BLOCKS["dense_block"]))
 
 Mark = Callable[[int], None]
@@ -34,7 +37,7 @@ def _nobody(part: int) -> None:
 def attention_block(
     x: torch.Tensor,
     block: AttentionBlock,
-    cache: LayerKV,
+    cache: LayerCache,
     batch: AttentionBatch,
     *,
     mark: Mark = _nobody,
@@ -52,13 +55,22 @@ def attention_block(
     if block.k_norm is not None:
         k = rows.rmsnorm(k.view(-1, block.k_norm.numel()), block.k_norm, block.eps)
     q, k, v = q.view(-1, heads, dim), k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-    rows.rope_append(q, k, v, block.table, batch, cache)
-    mark(_ROPE)
-    if dtype is not None:
-        mixed = attention_decode(q, cache, batch, block.scale, block.window, block.sinks, dtype)
+    shape = (block.scale, block.window, block.sinks)
+    if isinstance(cache, SealedKV):
+        rows.rope_pair(q, k, block.table, batch.positions)
+        mark(_ROPE)
+        sealed_append(k, v, cache, batch)
+        mark(_APPEND)
+        attend = sealed_attention_decode if batch.decode else sealed_attention_prefill
+        mixed = attend(q, cache, batch, *shape)
     else:
-        attend = attention_decode if batch.decode else attention_prefill
-        mixed = attend(q, cache, batch, block.scale, block.window, block.sinks)
+        output = block.weights[3].parts["data"] if dtype is not None else None
+        rows.rope_append(q, k, v, block.table, batch, cache, output)
+        mark(_ROPE)
+        if not batch.decode:
+            mixed = attention_prefill(q, cache, batch, *shape)
+        else:
+            mixed = attention_decode(q, cache, batch, *shape, dtype or torch.float32)
     mark(_ATTENTION)
     flat = mixed.view(x.shape[0], -1)
     if dtype is not None:

@@ -7,38 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_blocks import block_down, block_gate_up
+from headrace.ops.triton.expert_geometry import SliceGeometry
 from headrace.ops.triton.expert_state import PlanState
-from headrace.ops.triton.expert_terms import FORMATS as TERM_FORMATS
-from headrace.ops.triton.expert_terms import term_words, terms_of_rows
-
-if TYPE_CHECKING:
-    from headrace.ops.triton.expert_launch import SliceGeometry
-
+from headrace.ops.triton.expert_terms import has_terms, term_words, terms_of_rows
 
 TERM_BLOCK = 32  # activations that share a unit
 BLOCKS_AT_ONCE = 8  # of a program that cuts an activation into terms
 
 
-@dataclass(frozen=True)
-class MatrixPlace:
-    """What the general kernels must know of a matrix beside its parts' offsets.
-
-    code_stride, scale_stride: bytes between two rows of the codes, and of scales that are apart (else 0)
-    factors: bytes from the slice's start of float32 that multiply; factor_kind: 0 there are none, 1 one
-    a matrix, 2 one for each 128 x 128 weights
-    """
-
-    format: str
-    code_stride: int
-    scale_stride: int = 0
-    factors: int = 0
-    factor_kind: int = 0
+# Formats whose scales are four a row and step: with fewer warps they are exchanged (``expert_terms``).
+_SCALES_FOR_ALL = ("q6_k", "q4_0")
 
 
 @dataclass(frozen=True)
@@ -47,9 +30,12 @@ class BlockTuning:
 
     programs: int = 4
     warps: int = 4
-    rows: int = 16
-    columns: int = 256  # at once, for the longest rows
+    rows: int = 16  # of down, and of gate and up by floats
+    columns: int = 256  # at once, for the longest rows, by floats
     terms: bool = True  # integer products where there are any
+    gate_up_programs: int = 2
+    gate_up_warps: int = 8
+    gate_up_rows: int = 64  # by integers; 64 make one block of what down multiplies
 
 
 class BlockLauncher:
@@ -89,7 +75,13 @@ class BlockLauncher:
             self._h_terms = torch.zeros(pairs, words, dtype=torch.int32, device=device)
 
     def _by_terms(self, g: SliceGeometry, which: int) -> bool:
-        return self.tuning.terms and g.places[which].format in TERM_FORMATS
+        columns = (g.hidden, g.width)[which]
+        return self.tuning.terms and has_terms(g.places[which].format, columns)
+
+    def _joined(self, layer: int) -> bool:
+        """Whether gate and up leave what down multiplies in terms."""
+        both = self._gate_up_terms[layer] and self._down_terms[layer]
+        return both and self.tuning.gate_up_rows == 2 * TERM_BLOCK
 
     def prepare(self, x: torch.Tensor) -> None:
         """Give x, float32 [T, hidden], to the kernels."""
@@ -106,19 +98,25 @@ class BlockLauncher:
         """h = act(gate x, up x) for ``counts[which]`` entries. x: float32 [T, hidden]."""
         g, t, act = self._layers[layer], self.tuning, self._act
         place, (codes, scales, bias) = g.places[0], g.gate_up
-        block_gate_up[(t.programs * self._sms,)](
+        by_terms = self._gate_up_terms[layer]
+        programs, warps, rows = t.programs, t.warps, t.rows
+        if by_terms:
+            programs, warps, rows = t.gate_up_programs, t.gate_up_warps, t.gate_up_rows
+            if place.format in _SCALES_FOR_ALL:
+                warps = max(warps, rows // 4)
+        block_gate_up[(programs * self._sms,)](
             self._arena, entries, self._state.counts, self._state.pair_token, x, self._terms,
-            self._h, which, g.slice_nbytes, codes, scales, place.factors, bias, place.code_stride,
-            place.scale_stride, place.format, place.factor_kind, g.has_bias, g.hidden, g.width,
-            g.num_slices, act.kind == "swiglu_clamped", act.alpha, act.limit,
-            _columns(g.hidden, t.columns), t.rows, self._gate_up_terms[layer], num_warps=t.warps,
+            self._h, self._h_terms, which, g.slice_nbytes, codes, scales, place.factors, bias,
+            place.code_stride, place.scale_stride, place.format, place.factor_kind, g.has_bias,
+            g.hidden, g.width, g.num_slices, act.kind == "swiglu_clamped", act.alpha, act.limit,
+            _columns(g.hidden, t.columns), rows, by_terms, self._joined(layer), num_warps=warps,
         )  # fmt: skip
 
     def down(self, layer: int, entries: torch.Tensor, which: int) -> None:
         """partial = weight * (down h + bias)."""
         g, t = self._layers[layer], self.tuning
         place, (codes, scales, bias) = g.places[1], g.down
-        if self._down_terms[layer]:
+        if self._down_terms[layer] and not self._joined(layer):
             self._cut(self._h, self._h_terms, len(self._h) * g.num_slices, g.width)
         block_down[(t.programs * self._sms,)](
             self._arena, entries, self._state.counts, self._state.pair_weight, self._h,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_rows import gated, store_partial
-from headrace.ops.triton.expert_terms import terms_rows
+from headrace.ops.triton.expert_terms import store_terms, terms_rows
 from headrace.ops.triton.unpack import weight_tile
 
 FACTOR_BLOCK = tl.constexpr(128)  # weights each way that share a factor of FP8
@@ -86,16 +86,19 @@ def block_rows(
 
 @triton.jit
 def block_gate_up(
-    arena, entries, counts, pair_token, x, terms, h, WHICH: tl.constexpr, SLOT_NBYTES: tl.constexpr,
+    arena, entries, counts, pair_token, x, terms, h, h_terms, WHICH: tl.constexpr, SLOT_NBYTES: tl.constexpr,
     AT_CODES: tl.constexpr, AT_SCALES: tl.constexpr, AT_FACTORS: tl.constexpr,
     AT_BIAS: tl.constexpr, CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr, FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, TERMS: tl.constexpr,
+    OUT_TERMS: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice columns] = act(gate x, up x), float32 [pairs, S * WIDTH].
 
     TERMS: by integers, from ``terms`` [T, words] (``expert_terms``); else by floats, from ``x``.
+    OUT_TERMS: the result in terms, to ``h_terms`` [pairs, S, words]; a tile is then 64 rows, whose
+    activations are one block.
     """
     num_tiles = (2 * WIDTH + TILE - 1) // TILE
     total = tl.load(counts + WHICH) * num_tiles
@@ -110,7 +113,7 @@ def block_gate_up(
         for pair in range(first, last):
             token = tl.load(pair_token + pair)
             if TERMS:
-                words: tl.constexpr = HIDDEN // 2 + HIDDEN // 16 + HIDDEN // 32
+                words: tl.constexpr = HIDDEN // 2 + HIDDEN // 8
                 y = terms_rows(
                     base + AT_CODES, base + AT_SCALES, terms + token * words, row, 2 * WIDTH,
                     CODE_STRIDE, SCALE_STRIDE, FORMAT, HIDDEN, TILE,
@@ -127,7 +130,17 @@ def block_gate_up(
             gate, up = tl.split(tl.reshape(y, [half, 2]))
             act = gated(gate, up, CLAMPED, ALPHA, LIMIT)
             column = row // 2 + tl.arange(0, half)
-            tl.store(h + pair * (S * WIDTH) + piece * WIDTH + column, act, mask=column < WIDTH)
+            if OUT_TERMS:
+                tl.static_assert(half == 32, "activations of a tile are one block of terms")
+                block = row // 64 + tl.arange(0, 1)
+                out_words: tl.constexpr = WIDTH // 2 + WIDTH // 8
+                store_terms(
+                    act[None, :], h_terms + (pair * S + piece) * out_words, block, block >= 0,
+                    WIDTH, 1,
+                )  # fmt: skip
+            else:
+                at = h + pair * (S * WIDTH) + piece * WIDTH + column
+                tl.store(at, act, mask=column < WIDTH)
 
 
 @triton.jit
@@ -155,7 +168,7 @@ def block_down(
         r = row + tl.arange(0, TILE)
         for pair in range(first, last):
             if TERMS:
-                words: tl.constexpr = WIDTH // 2 + WIDTH // 16 + WIDTH // 32
+                words: tl.constexpr = WIDTH // 2 + WIDTH // 8
                 y = terms_rows(
                     base + AT_CODES, base + AT_SCALES, h_terms + (pair * S + piece) * words, row,
                     HIDDEN, CODE_STRIDE, SCALE_STRIDE, FORMAT, WIDTH, TILE,

@@ -37,16 +37,16 @@ RESULT = tl.constexpr(2.0**20)  # undoes HALF_SCALE and the codes' 2 ** -14
 # One word of each of two rows: the four registers of four pairs of codes (n, n + 4).
 _UNPACK = """
             shr.u32 u, {w}, 3;
-            and.b32 u, u, 0x0E0E0E0E;
-            lop3.b32 u, {w}, 0x80808080, u, 0xEA;
+            lop3.b32 u, {w}, u, 0x80808080, 0xE4;
             shl.b32 v, {w}, 4;
             shl.b32 x, {w}, 1;
-            and.b32 x, x, 0x0E0E0E0E;
-            lop3.b32 v, v, 0x80808080, x, 0xEA;
-            prmt.b32 {p0}, v, 0, 0x2404;
-            prmt.b32 {p1}, u, 0, 0x2404;
-            and.b32 {p2}, v, 0xFF00FF00;
-            and.b32 {p3}, u, 0xFF00FF00;
+            lop3.b32 v, v, x, 0x80808080, 0xE4;
+            shl.b32 {p0}, v, 8;
+            and.b32 {p0}, {p0}, 0x8E008E00;
+            shl.b32 {p1}, u, 8;
+            and.b32 {p1}, {p1}, 0x8E008E00;
+            and.b32 {p2}, v, 0x8E008E00;
+            and.b32 {p3}, u, 0x8E008E00;
 """
 _MMA = (
     "            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {c0,c1,c2,c3}, "
@@ -92,7 +92,7 @@ def _words(x, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _plain_products(w, halves, block, K: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr):
+def plain_products(w, halves, block, K: tl.constexpr, STRIDE: tl.constexpr, GROUPS: tl.constexpr):
     """What the assembly computes, for the interpreter. block: [GROUPS, 4]."""
     w = tl.reshape(w, [2, GROUPS, 4, 4])
     total = tl.zeros([2, GROUPS, 4], tl.float32)
@@ -110,6 +110,19 @@ def _plain_products(w, halves, block, K: tl.constexpr, STRIDE: tl.constexpr, GRO
 
 
 @triton.jit
+def products(w, x, y, GROUPS: tl.constexpr):
+    """The assembly. w: as in ``_block_products``; x, y: int32 [2 * GROUPS, 16], halves of the lanes' blocks
+    or zeros: of the first 8 words those of even rows, then of odd ones; y: of the last 8."""
+    w0, w1, w2, w3 = _words(tl.reshape(w, [2, GROUPS, 16]), GROUPS)
+    x0, x1, x2, x3 = _words(tl.reshape(x, [2, GROUPS, 16]), GROUPS)
+    y0, y1, y2, y3 = _words(tl.reshape(y, [2, GROUPS, 16]), GROUPS)
+    return tl.inline_asm_elementwise(
+        _ASSEMBLY, _CONSTRAINTS, [w0, w1, w2, w3, x0, x1, x2, x3, y0, y1, y2, y3],
+        dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _block_products(
     w, halves, TILE: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, WARPS_K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -122,7 +135,7 @@ def _block_products(
     if INTERPRETED:
         own = (TILE * WARPS_K + tl.arange(0, GROUPS) // groups) * TILE_BLOCKS
         block = own[:, None] + tl.arange(0, TILE_BLOCKS)[None, :]
-        return _plain_products(w, halves, block, K, STRIDE, GROUPS)
+        return plain_products(w, halves, block, K, STRIDE, GROUPS)
     else:
         words = halves.to(tl.pointer_type(tl.int32))
         i = tl.arange(0, 2 * GROUPS)
@@ -139,13 +152,7 @@ def _block_products(
             mine = mine & (block < K // BLOCK - tile)
         x = tl.load(own + tile * 16, mask=mine, other=0)
         y = tl.load(own + (tile * 16 + 8), mask=mine, other=0)
-        w0, w1, w2, w3 = _words(tl.reshape(w, [2, GROUPS, 16]), GROUPS)
-        x0, x1, x2, x3 = _words(tl.reshape(x, [2, GROUPS, 16]), GROUPS)
-        y0, y1, y2, y3 = _words(tl.reshape(y, [2, GROUPS, 16]), GROUPS)
-        return tl.inline_asm_elementwise(
-            _ASSEMBLY, _CONSTRAINTS, [w0, w1, w2, w3, x0, x1, x2, x3, y0, y1, y2, y3],
-            dtype=tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+        return products(w, x, y, GROUPS)
 
 
 @triton.jit

@@ -17,14 +17,16 @@ import torch
 
 from headrace.core.errors import UnsupportedModelError
 from headrace.ops.records import Activation
-from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning, MatrixPlace
+from headrace.ops.triton.expert_block_launch import BlockLauncher, BlockTuning
 from headrace.ops.triton.expert_gather import expert_gather
+from headrace.ops.triton.expert_geometry import SliceGeometry
 from headrace.ops.triton.expert_halves import (
     TILE_BLOCKS,
     halves_down,
     halves_gate_up,
     halves_prepare,
 )
+from headrace.ops.triton.expert_loop import loop_down, loop_gate_up
 from headrace.ops.triton.expert_matvec import (
     bf16_down,
     bf16_gate_up,
@@ -40,7 +42,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_FAILED,
     STATE_SEQ,
 )
-from headrace.ops.triton.expert_state import PlanState
+from headrace.ops.triton.expert_state import COPY_WORDS, PlanState
 from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.unpack import GROUPS
 
@@ -51,32 +53,11 @@ WEIGHTS_OF_UNIT = 8  # of the activation between gate/up and down
 NUM_PLANES = 6
 MAX_BLOCKS = 32  # blocks of a row taken at once: one for each lane of a warp
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
-COMBINE_COLS = 512
+COMBINE_COLS = 128
 BF16_TILE = 16
 PREPARE_COLS = 256
 ROWS_OF_WARP = 16  # of a tensor core's instruction
 TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
-
-
-@dataclass(frozen=True)
-class SliceGeometry:
-    """What the kernels must know of a layer's slabs: byte offsets of the parts in a slice.
-
-    format: of gate and up; slice_nbytes: of a slot; gate_up, down: (weights, scales, bias), 0 where there
-    is no such part; places: more of both matrices, for the kernels of any format; host_nbytes: of a
-    slice in host memory, 0: as long as a slot
-    """
-
-    format: str
-    hidden: int
-    width: int
-    num_slices: int
-    slice_nbytes: int
-    has_bias: bool
-    gate_up: tuple[int, int, int]
-    down: tuple[int, int, int]
-    places: tuple[MatrixPlace, ...] = ()
-    host_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +78,8 @@ class Tuning:
     tensor_cores: bool = True
     # Hopper and later: kernels start while those before end, and down fetches its weights meanwhile.
     overlap: bool = True
+    loop_tiles: int = 4
+    loop_reps: int = 3
     halves_warps: int = 4
     most_programs: int = 64
     gate_up_programs: int = 2
@@ -111,7 +94,8 @@ class Tuning:
     down_registers: int | None = None
     gather_programs: int = 16  # on the whole GPU; 12 to 64 are alike
     gather_warps: int = 8
-    gather_words: int = 2048
+    settle_programs: int = 16  # move 2.7 MB in some 15 us, which nobody waits for
+    gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
@@ -122,7 +106,7 @@ class ExpertLauncher:
 
     Args:
         state: the plan's tensors; ``state.block`` decides whether there is a CPU's part.
-        arena: uint8 [(num_slots + max_fetch) * slice_nbytes], the slots.
+        arena: uint8 [(num_slots + max_fetch + max_prefetch) * slice_nbytes], the slots.
         bases: int64 [L], device tensor with the addresses of the layers' first slabs.
         multiprocessors: of the device, the unit of the grids; found out if None.
         layers: geometry of each layer, where they differ or have ``places``.
@@ -210,11 +194,15 @@ class ExpertLauncher:
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
         """Copy the planned fetches (or those of a list of the caller's) into their slots."""
         t = self.tuning
-        expert_gather[(t.gather_programs,)](
-            self._bases, self._arena, self._state.fetches if fetches is None else fetches,
-            self._state.counts, self._state.totals, layer,
-            self._host_nbytes(layer), self._geometry.slice_nbytes, t.gather_words,
-            num_warps=t.gather_warps,
+        s, slices = self._state, self._state.geometry
+        ahead = slices.max_prefetch if fetches is None else 0
+        settling = t.settle_programs if ahead else 0
+        expert_gather[(t.gather_programs + settling,)](
+            self._bases, self._arena, s.fetches if fetches is None else fetches, s.counts, s.totals,
+            s.origins, s.arrived, s.homes, s.state, layer, t.gather_programs,
+            self._geometry.slice_nbytes, self._host_nbytes(layer),
+            COPY_WORDS if ahead else t.gather_words,
+            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def _host_nbytes(self, layer: int) -> int:
@@ -256,7 +244,16 @@ class ExpertLauncher:
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         weights, scales, bias = g.gate_up
         grid = (t.gate_up_programs * self._sms,)
-        if self._by_halves:
+        if self._by_halves and t.loop_tiles:
+            tiles = -(-g.hidden // (WEIGHTS_OF_SCALE * TILE_BLOCKS.value))
+            at_once = min(t.loop_tiles, tiles)
+            loop_gate_up[self._programs(entries, 2 * g.width, 1, 1)](
+                self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
+                g.hidden // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
+                *gate, -(-tiles // at_once), at_once, self._overlap, num_warps=1,
+                maxnreg=t.gate_up_registers,
+            )  # fmt: skip
+        elif self._by_halves:
             split, warps = _warps(g.hidden, t.halves_warps)
             halves_gate_up[self._programs(entries, 2 * g.width, split, warps)](
                 self._arena, entries, s.counts, s.pair_token, self._planes, self._h_planes,
@@ -282,7 +279,16 @@ class ExpertLauncher:
         sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         weights, scales, bias = g.down
         grid = (t.down_programs * self._sms,)
-        if self._by_halves:
+        if self._by_halves and t.loop_reps:
+            tiles = -(-g.width // (WEIGHTS_OF_SCALE * TILE_BLOCKS.value))
+            at_once = tiles if tiles <= 6 else 4
+            loop_down[self._programs(entries, g.hidden, 1, t.loop_reps)](
+                self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
+                g.width // WEIGHTS_OF_SCALE, which, g.slice_nbytes, weights, scales, bias, *sizes,
+                t.loop_reps, -(-tiles // at_once), at_once, self._overlap, num_warps=1,
+                maxnreg=t.down_registers, launch_pdl=self._overlap,
+            )  # fmt: skip
+        elif self._by_halves:
             split, warps = _warps(g.width, t.halves_warps)
             halves_down[self._programs(entries, g.hidden, split, warps)](
                 self._arena, entries, s.counts, s.pair_weight, self._h_planes, self.partial,
@@ -330,7 +336,7 @@ class ExpertLauncher:
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
             self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
             s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
-            self._overlap, num_warps=4, launch_pdl=self._overlap,
+            self._overlap, num_warps=1, launch_pdl=self._overlap,
         )  # fmt: skip
         return out
 

@@ -296,13 +296,19 @@ def expert_combine(
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = c < HIDDEN
     acc = tl.zeros([COLS], tl.float32)
-    wait_and_release(PDL)
+    # The plan was done before the kernel that this one may overlap began.
+    rows = ()
+    masks = ()
     for place in tl.static_range(TOP_K):
         pair = tl.load(pair_of + token * TOP_K + place)
+        rows = rows + (partial + pair * S * HIDDEN + c,)  # noqa: RUF005 (Triton's tuples know no stars)
         here = tl.load(on_gpu + pair, mask=pair >= 0, other=0)
+        masks = masks + (here,)  # noqa: RUF005
+    wait_and_release(PDL)
+    for place in tl.static_range(TOP_K):
         for piece in tl.static_range(S):
-            mine = ok & (((here >> piece) & 1) != 0)
-            acc += tl.load(partial + (pair * S + piece) * HIDDEN + c, mask=mine, other=0.0)
+            mine = ok & (((masks[place] >> piece) & 1) != 0)
+            acc += tl.load(rows[place] + piece * HIDDEN, mask=mine, other=0.0)
     if HAS_CPU:
         waited = tl.load(counts + COUNT_CPU) > 0
         row = block + AT_OUT + token * HIDDEN + c

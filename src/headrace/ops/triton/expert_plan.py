@@ -12,12 +12,16 @@ Device state, int32 unless said:
   (a step's number), ``constants`` float32 [7 + L] (CONST_*), ``split`` [L, SPLIT = most missing + 1]
 - ``scratch`` [2 * WINDOW + most fetches]: of a layer's victims the worth (bits) and the slot; what
   each fetch offers (bits)
-- ``state`` [8]: STATE_*
+- ``state`` [9]: STATE_*
 - ``counts`` [8]: COUNT_*
 - ``hits``, ``fetches`` [n, 4]: slot, expert * S + slice, first pair, pairs
 - ``pair_token``, ``pair_weight`` float32, ``on_gpu`` (bit s: slice s is computed here) [T * k], by pair
 - ``pair_of`` [T * k]: pair of each id, -1 for none
-- ``totals`` int64 [11]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans; TOTAL_*
+- ``totals`` int64 [14]: COUNT_*, summed over all layers and steps; COUNT_PAIRS counts plans; TOTAL_*
+- of prefetches (``expert_foresight``): ``foreseen`` [PROGRAMS, MAX_PREFETCH], the rows alike
+  (expert * S + slice, in order), ``place_of`` [E * S] (where a slice stands in it, -1 if nowhere),
+  ``arrived`` [PROGRAMS] (chunks that each program has copied), ``homes`` [MAX_PREFETCH] (slot that
+  keeps it, -1 for none); ``origins`` [most fetches] (each fetch's place in ``foreseen``, -1 for none)
 
 ``block`` is the request block (``headrace.experts.request_block``) in pinned memory, as int32.
 """
@@ -40,6 +44,12 @@ STATE_CURSOR = tl.constexpr(1)
 STATE_SEQ = tl.constexpr(2)
 STATE_FAILED = tl.constexpr(3)  # not zero: the CPU did not answer
 STATE_FREE = tl.constexpr(4)  # empty slots left: those at the cursor
+STATE_PLANNED = tl.constexpr(5)  # 1 + layer of the last plan, 0 when a step begins; ends prefetches
+STATE_FORESEEN = tl.constexpr(
+    6
+)  # 1 + layer that prefetches were chosen for, 0 if its plan was made
+STATE_NUM_FORESEEN = tl.constexpr(7)
+STATE_NEEDED = tl.constexpr(8)  # of the last plan: bit p, the prefetch of place p is computed
 
 CONST_DECAY = tl.constexpr(0)
 CONST_FLOOR = tl.constexpr(3)
@@ -47,7 +57,6 @@ CONST_ADMISSION = tl.constexpr(6)
 CONST_TURN = tl.constexpr(7)
 
 INFINITY = tl.constexpr(0x7F800000)  # float32 bits; positive floats are ordered as their bits are
-LAST_KEY = tl.constexpr((1 << 63) - 1)  # ranks behind every slot
 
 COUNT_HITS = tl.constexpr(0)
 COUNT_FETCHES = tl.constexpr(1)
@@ -59,6 +68,10 @@ COUNT_ADMITTED = tl.constexpr(5)
 TOTAL_FETCH_NS = tl.constexpr(8)
 TOTAL_STALLS = tl.constexpr(9)
 TOTAL_STALL_NS = tl.constexpr(10)
+# By ``expert_foresight``: prefetched chunks, those of them that were needed, nanoseconds.
+TOTAL_SENT_CHUNKS = tl.constexpr(11)
+TOTAL_USED_CHUNKS = tl.constexpr(12)
+TOTAL_PREFETCH_NS = tl.constexpr(13)
 
 
 @triton.jit
@@ -82,7 +95,14 @@ def clock_ns():
 
 
 @triton.jit
-def _value(f0, f1, f2, constants):
+def seen_by_all(word, THREADS: tl.constexpr):
+    """What lies at ``word`` now, the same for all THREADS of a program: threads that read for themselves
+    what another kernel is writing might disagree, and go different ways."""
+    return tl.max(tl.load(word + tl.zeros([THREADS], tl.int32), volatile=True), 0)
+
+
+@triton.jit
+def value_of(f0, f1, f2, constants):
     """v of three counters; the order of operations is part of the policy."""
     a = f0 + tl.load(constants + CONST_FLOOR)
     q = (f1 + tl.load(constants + CONST_FLOOR + 1)) * (f2 + tl.load(constants + CONST_FLOOR + 2))
@@ -92,16 +112,19 @@ def _value(f0, f1, f2, constants):
 @triton.jit
 def expert_plan(
     ids_ptr, weights_ptr, slot_of, owner_of, counters, values, last_use, constants, victims, scratch,
-    split, state, counts, hits, fetches, pair_token, pair_weight, pair_of, on_gpu, totals, block, layer,
+    split, state, counts, hits, fetches, pair_token, pair_weight, pair_of, on_gpu, totals, place_of,
+    arrived, origins, homes, block, layer,
     USES: tl.constexpr, TOP_K: tl.constexpr, L: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
     SLOTS: tl.constexpr, MAX_FETCH: tl.constexpr, SPLIT: tl.constexpr, HAS_CPU: tl.constexpr,
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, FP: tl.constexpr,
-    WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr, MAX_PREFETCH: tl.constexpr,
+    PROGRAMS: tl.constexpr, SLICE_CHUNKS: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Plan one layer; one program. ids int32, weights float32 [USES]; AT_*: int32 offsets in ``block``;
     N, SP, FP, WP: USES, S, MAX_FETCH and WINDOW rounded up to powers of two; CHUNK: slots of the
-    ranking looked at together."""
+    ranking looked at together; PROGRAMS prefetch in chunks, SLICE_CHUNKS a slice."""
     i = tl.arange(0, N)
     piece = tl.arange(0, SP)[None, :]
     # No release: early, what follows would take the registers that a fetch beside it needs.
@@ -130,21 +153,40 @@ def expert_plan(
     f0 = tl.load(counters + row, mask=valid, other=0.0) + 1.0
     f1 = tl.load(counters + L * E + row, mask=valid, other=0.0) + 1.0
     f2 = tl.load(counters + 2 * L * E + row, mask=valid, other=0.0) + 1.0
-    renewed = _value(f0, f1, f2, constants)
+    renewed = value_of(f0, f1, f2, constants)
 
     live = first[:, None] & (piece < S)
     slot = tl.load(slot_of + row[:, None] * S + piece, mask=live, other=0)
     hit = (live & (slot >= 0)).to(tl.int32)
     miss = (live & (slot < 0)).to(tl.int32)
     num_hit, num_miss = tl.sum(hit, 1), tl.sum(miss, 1)
+    place = tl.full([N, SP], -1, tl.int32)
+    needed = tl.sum(num_miss, 0) * 0  # bit p: the prefetched slice of place p is missing
+    ahead_of = tl.sum(num_hit, 0) * 0  # slices' worth of them that is there
+    if MAX_PREFETCH > 0:
+        due = seen_by_all(state + STATE_FORESEEN, THREADS) == layer + 1
+        where_ = place_of + e[:, None] * S + piece
+        place = tl.load(where_, mask=(miss != 0) & due, other=-1, volatile=True)
+        needed = tl.sum(tl.sum(tl.where(place >= 0, 1 << place, 0), 1), 0)
+        # The counts grow meanwhile: one thread reads each, so that all agree.
+        thread = tl.arange(0, THREADS)
+        counts_now = tl.load(arrived + thread, mask=thread < PROGRAMS, other=0, volatile=True)
+        ahead_of = _slices_ahead(needed, tl.sum(counts_now, 0), MAX_PREFETCH, SLICE_CHUNKS)
+    foreseen = (place >= 0).to(tl.int32)
+    num_plain = num_miss - tl.sum(foreseen, 1)
     hit_at = tl.sum(tl.where(less, num_hit[None, :], 0), 1)[:, None] + tl.cumsum(hit, 1) - hit
     ahead = (renewed[None, :] > renewed[:, None]) | (
         (renewed[None, :] == renewed[:, None]) & (e[None, :] < e[:, None])
     )
     ahead = both & firsts & ahead
-    miss_at = tl.sum(tl.where(ahead, num_miss[None, :], 0), 1)[:, None] + tl.cumsum(miss, 1) - miss
+    plain = miss - foreseen
+    miss_at = tl.sum(tl.where(ahead, num_plain[None, :], 0), 1)[:, None] + tl.cumsum(plain, 1)
+    miss_at += _ones_below(needed, MAX_PREFETCH) - plain
+    for p in tl.static_range(MAX_PREFETCH):
+        miss_at = tl.where(place == p, _ones_below(needed, p), miss_at)
     missing = tl.sum(num_miss, 0)
-    wanted = tl.minimum(tl.load(split + layer * SPLIT + missing), tl.minimum(missing, MAX_FETCH))
+    wanted = tl.load(split + layer * SPLIT + missing - ahead_of) + ahead_of
+    wanted = tl.minimum(wanted, tl.minimum(missing, MAX_FETCH))
     fetch = ((miss != 0) & (miss_at < wanted)).to(tl.int32)
     cpu = miss - fetch
     num_cpu = tl.sum(cpu, 1)
@@ -163,12 +205,19 @@ def expert_plan(
     range_first = first_pair[:, None] + tl.zeros_like(index)
     range_count = num_pairs[:, None] + tl.zeros_like(index)
     _store_entry(hits, hit_at, slot, index, range_first, range_count, hit != 0)
-    transit = SLOTS + miss_at
+    ahead_slot = MAX_FETCH + layer % 2 * MAX_PREFETCH + place
+    transit = SLOTS + tl.where(place >= 0, ahead_slot, miss_at)
     _store_entry(fetches, miss_at, transit, index, range_first, range_count, fetch != 0)
     if MAX_FETCH > 0:
         offer = (renewed * tl.load(constants + CONST_ADMISSION)).to(tl.int32, bitcast=True)
         offer = offer[:, None] + tl.zeros_like(index)
         tl.store(scratch + 2 * WINDOW + miss_at, offer, mask=fetch != 0)
+        tl.store(origins + miss_at, place, mask=fetch != 0)
+    if MAX_PREFETCH > 0:
+        each_place = tl.arange(0, MAX_PREFETCH)
+        tl.store(homes + each_place, tl.full([MAX_PREFETCH], -1, tl.int32))
+        computed = tl.where((place >= 0) & (fetch != 0), 1 << place, 0)
+        tl.store(state + STATE_NEEDED, tl.sum(tl.sum(computed, 1), 0))
 
     mask_here = tl.sum((hit + fetch) << piece, 1)
     mask_of = tl.sum(tl.where(same & firsts, mask_here[None, :], 0), 1)
@@ -204,7 +253,10 @@ def expert_plan(
         if admitted > 0:  # Empty slots lie at the cursor.
             each = tl.arange(0, FP)
             taken = tl.load(victims + cursor + each, mask=each < admitted, other=0)
-            _move_in(slot_of, owner_of, fetches, each, taken, layer * (E * S), each < admitted)
+            _move_in(
+                slot_of, owner_of, fetches, origins, homes, each, taken, layer * (E * S),
+                each < admitted,
+            )  # fmt: skip
             tl.store(state + STATE_FREE, free - admitted)
             tl.store(state + STATE_CURSOR, cursor + admitted)
         if wanted > admitted:
@@ -214,8 +266,8 @@ def expert_plan(
             )  # fmt: skip
             tl.debug_barrier()
             admitted = _admit(
-                slot_of, owner_of, fetches, scratch, layer * (E * S), admitted, wanted, found,
-                WINDOW, WP,
+                slot_of, owner_of, fetches, origins, homes, scratch, layer * (E * S), admitted,
+                wanted, _ones_below(needed, MAX_PREFETCH), found, WINDOW, WP,
             )  # fmt: skip
 
     n = tl.arange(0, 8)
@@ -225,6 +277,29 @@ def expert_plan(
     tl.store(counts + n, values + tl.where(n == COUNT_PAIRS, num_valid, 0))
     added = values + tl.where(n == COUNT_PAIRS, 1, 0)
     tl.store(totals + n, tl.load(totals + n) + added.to(tl.int64))
+    if MAX_PREFETCH > 0:
+        # Last, since prefetches end with it: PCIe has nothing else to do while the plan is made.
+        tl.store(state + STATE_FORESEEN, 0)
+        tl.store(state + STATE_PLANNED, layer + 1)
+
+
+@triton.jit
+def _ones_below(bits, place: tl.constexpr):
+    """How many of the lowest ``place`` bits are set."""
+    count = bits * 0
+    for p in tl.static_range(place):
+        count += (bits >> p) & 1
+    return count
+
+
+@triton.jit
+def _slices_ahead(needed, sent, MAX_PREFETCH: tl.constexpr, SLICE_CHUNKS: tl.constexpr):
+    """How many slices' worth of the needed prefetches is among the first ``sent`` chunks, rounded."""
+    chunks = needed * 0
+    for p in tl.static_range(MAX_PREFETCH):
+        there = tl.minimum(tl.maximum(sent - p * SLICE_CHUNKS, 0), SLICE_CHUNKS)
+        chunks += ((needed >> p) & 1) * there
+    return (chunks + SLICE_CHUNKS // 2) // SLICE_CHUNKS
 
 
 @triton.jit
@@ -236,10 +311,12 @@ def _store_entry(entries, at, slot, index, range_first, range_count, mask):
 
 
 @triton.jit
-def _move_in(slot_of, owner_of, fetches, f, slot, first_key, mask):
-    """Give the fetches ``f`` these slots to keep."""
+def _move_in(slot_of, owner_of, fetches, origins, homes, f, slot, first_key, mask):
+    """Give the fetches ``f`` these slots to keep; what was prefetched moves there later."""
     key = first_key + tl.load(fetches + f * 4 + 1, mask=mask, other=0)
-    tl.store(fetches + f * 4, slot, mask=mask)
+    place = tl.load(origins + f, mask=mask, other=-1)
+    tl.store(fetches + f * 4, slot, mask=mask & (place < 0))
+    tl.store(homes + place, slot, mask=mask & (place >= 0))
     tl.store(slot_of + key, slot, mask=mask)
     tl.store(owner_of + slot, key, mask=mask)
 
@@ -280,21 +357,23 @@ def _find_victims(
 
 @triton.jit
 def _admit(
-    slot_of, owner_of, fetches, scratch, first_key, first, wanted, found, WINDOW: tl.constexpr,
-    WP: tl.constexpr,
+    slot_of, owner_of, fetches, origins, homes, scratch, first_key, first, wanted,
+    num_foreseen, found, WINDOW: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Offer each fetch from ``first`` on the next victim by worth; returns the first one refused.
+    """Offer each fetch from ``first`` on the next victim by worth; returns how many now have a slot.
 
-    The order by turn is never made: fetches fall in value and victims rise in worth, so all is over
-    at the first refusal, and a victim is the smallest of WINDOW numbers in registers: two reductions
-    and 48 instructions for each admission, of which a layer has three or four. Ranking 160 victims by
-    comparison would be 65,536 of them each time, more than the rest of the kernel.
+    The order by turn is never made: fetches fall in value, apart from the ``num_foreseen`` first, and
+    victims rise in worth, so all is over at the first refusal after those, and a victim is the smallest
+    of WINDOW numbers in registers: two reductions and 48 instructions for each admission, of which a
+    layer has three or four. Ranking 160 victims by comparison would be 65,536 of them each time, more
+    than the rest of the kernel.
     """
     n = tl.arange(0, WP)
     inside = n < found
     bits = tl.load(scratch + n, mask=inside, other=INFINITY)
     given = tl.full([WP], -1, tl.int32)  # which fetch gets this victim's slot
     f = first + 0
+    taken = first + 0
     going = (f < wanted).to(tl.int32)
     while going != 0:
         offer = tl.load(scratch + 2 * WINDOW + f)
@@ -304,68 +383,13 @@ def _admit(
         mine = (n == place) & (beats != 0)
         given = tl.where(mine, f, given)
         bits = tl.where(mine, INFINITY, bits)
-        f += beats
-        going = beats & (f < wanted).to(tl.int32)
+        taken += beats
+        going = beats | (f < num_foreseen).to(tl.int32)
+        f += going
+        going = going & (f < wanted).to(tl.int32)
     moved = given >= 0
     slot = tl.load(scratch + WINDOW + n, mask=moved, other=0)
     old = tl.load(owner_of + slot, mask=moved, other=0)
     tl.store(slot_of + old, tl.full([WP], -1, tl.int32), mask=moved)
-    _move_in(slot_of, owner_of, fetches, given, slot, first_key, moved)
-    return f
-
-
-@triton.jit
-def begin_step(
-    counters, values, constants, state, ROWS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Advance the clock, let all ROWS = L * E counters decay and value the experts anew; programs take
-    CHUNK experts each."""
-    row = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    ok = row < ROWS
-    f0 = tl.load(counters + row, mask=ok, other=0.0) * tl.load(constants + CONST_DECAY)
-    f1 = tl.load(counters + ROWS + row, mask=ok, other=0.0) * tl.load(constants + CONST_DECAY + 1)
-    f2 = tl.load(counters + 2 * ROWS + row, mask=ok, other=0.0) * tl.load(
-        constants + CONST_DECAY + 2
-    )
-    tl.store(counters + row, f0, mask=ok)
-    tl.store(counters + ROWS + row, f1, mask=ok)
-    tl.store(counters + 2 * ROWS + row, f2, mask=ok)
-    tl.store(values + row, _value(f0, f1, f2, constants), mask=ok)
-    if tl.program_id(0) == 0:
-        tl.store(state + STATE_NOW, tl.load(state + STATE_NOW) + 1)
-        tl.store(state + STATE_CURSOR, 0)
-        tl.store(state + STATE_FREE, 0)
-
-
-@triton.jit
-def _rank_key(owner_of, values, slot, S: tl.constexpr, SLOTS: tl.constexpr):
-    """int64: empty slots first, by slot; then by (value, owner), as one comparison."""
-    owner = tl.load(owner_of + slot, mask=slot < SLOTS, other=-1)
-    value = tl.load(values + tl.maximum(owner, 0) // S, mask=owner >= 0, other=0.0)
-    key = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | owner.to(tl.int64)
-    key = tl.where(owner >= 0, key, slot.to(tl.int64) - SLOTS)
-    return tl.where(slot < SLOTS, key, LAST_KEY), (slot < SLOTS) & (owner < 0)
-
-
-@triton.jit
-def rank_victims(
-    owner_of, values, victims, state, S: tl.constexpr, SLOTS: tl.constexpr, MINE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Rank all slots by (value, owner): each program counts, for MINE slots, how many come before each.
-
-    A sort in one program would have to hold thousands of slots; counting is SLOTS ** 2 comparisons
-    spread over the whole GPU, right for any number of slots (indices are 32 bits). A comparison is six
-    instructions with its share of the loads: by that count some 10 us on an H200 for 5,000 slots, and
-    four times as many for 10,000.
-    """
-    mine = tl.program_id(0) * MINE + tl.arange(0, MINE)
-    own, empty = _rank_key(owner_of, values, mine, S, SLOTS)
-    before = tl.zeros([MINE, CHUNK], tl.int32)
-    for start in range(0, SLOTS, CHUNK):
-        other, _ = _rank_key(owner_of, values, start + tl.arange(0, CHUNK), S, SLOTS)
-        before += (other[None, :] < own[:, None]).to(tl.int32)
-    tl.store(victims + tl.sum(before, 1), mine, mask=mine < SLOTS)
-    num_empty = tl.sum(empty.to(tl.int32), 0)
-    if num_empty > 0:
-        tl.atomic_add(state + STATE_FREE, num_empty)
+    _move_in(slot_of, owner_of, fetches, origins, homes, given, slot, first_key, moved)
+    return taken

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from headrace.ops.records import Activation
 from headrace.ops.triton.expert_blocks import scaled_tile
-from headrace.ops.triton.expert_launch import SliceGeometry
+from headrace.ops.triton.expert_geometry import SliceGeometry
 from headrace.ops.triton.expert_rows import gated, power_of_two
 
 BLOCKS = 128  # of 32 weights, that a program unpacks

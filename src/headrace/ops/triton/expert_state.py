@@ -15,13 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from headrace.core.errors import ConfigError, InternalError
-from headrace.ops.triton.expert_plan import begin_step, expert_plan, rank_victims
+from headrace.ops.triton.expert_plan import expert_plan
+from headrace.ops.triton.expert_rank import begin_step, rank_victims
 from headrace.ops.triton.overlap import can_overlap
 
 NUM_COUNTS = 8
-# After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them.
-NUM_TOTALS = NUM_COUNTS + 3
-NUM_STATES = 8
+# After them in ``totals``: nanoseconds of fetches, waits for the CPU, nanoseconds of them; chunks
+# prefetched, chunks of them that were needed, nanoseconds of prefetches.
+NUM_TOTALS = NUM_COUNTS + 6
+NUM_STATES = 9
+COPY_WORDS = 2048  # 8-byte words that a program of gather or prefetch moves at a time
 NUM_COUNTERS = 3  # of an expert, cache_policy.HALF_LIVES
 NUM_CONSTANTS = 7  # before the turns
 # Slots ranked by one program; few, so that thousands of slots fill the GPU. Each meets all others
@@ -42,9 +45,12 @@ class PlanGeometry:
 
     window: units of the ranking that compete to be a layer's victims (``ValueConstants.window``)
     request: int32 offsets of header, items, pair_token and pair_weight in the request block
+    max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16; slice_nbytes: needed
+        for them
 
     Raises:
         ConfigError: more slices than the kernels count.
+        InternalError: another number of prefetches.
     """
 
     num_layers: int
@@ -56,8 +62,15 @@ class PlanGeometry:
     max_tokens: int
     top_k: int
     request: tuple[int, int, int, int]
+    max_prefetch: int = 0
+    slice_nbytes: int = 0
+    prefetch_programs: int = 16  # as many as gather; a power of two
 
     def __post_init__(self) -> None:
+        if self.max_prefetch not in (0, 1, 2, 4, 8, 16):
+            raise InternalError(f"{self.max_prefetch} prefetches, expected 0 or a power of two")
+        if self.max_prefetch and self.prefetch_programs & (self.prefetch_programs - 1):
+            raise InternalError(f"{self.prefetch_programs} programs, expected a power of two")
         if self.num_slices > MOST_SLICES:
             raise ConfigError(
                 f"experts in {self.num_slices} slices, the GPU's kernels take {MOST_SLICES}",
@@ -67,6 +80,11 @@ class PlanGeometry:
     @property
     def max_uses(self) -> int:
         return self.max_tokens * self.top_k
+
+    @property
+    def slice_chunks(self) -> int:
+        """Chunks in which a slice is copied."""
+        return max(-(-self.slice_nbytes // (8 * COPY_WORDS)), 1)
 
     @property
     def max_missing(self) -> int:
@@ -98,6 +116,11 @@ class PlanState:
     pair_of: torch.Tensor
     on_gpu: torch.Tensor
     totals: torch.Tensor
+    foreseen: torch.Tensor
+    place_of: torch.Tensor
+    arrived: torch.Tensor
+    origins: torch.Tensor
+    homes: torch.Tensor
     block: torch.Tensor | None
 
 
@@ -120,6 +143,7 @@ def new_plan_state(
     def ints(*shape: int, value: int = 0) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
+    places = max(g.max_prefetch, 1)
     return PlanState(
         geometry=g,
         slot_of=ints(rows * g.num_slices, value=-1),
@@ -140,6 +164,11 @@ def new_plan_state(
         pair_of=ints(g.max_uses, value=-1),
         on_gpu=ints(g.max_uses),
         totals=torch.zeros(NUM_TOTALS, dtype=torch.int64, device=device),
+        foreseen=ints(g.prefetch_programs, places),
+        place_of=ints(g.num_experts * g.num_slices, value=-1),
+        arrived=ints(g.prefetch_programs),
+        origins=ints(max(g.max_fetch, 1), value=-1),
+        homes=ints(places, value=-1),
         block=block,
     )
 
@@ -162,7 +191,7 @@ def start_step(state: PlanState) -> None:
 def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Plan one layer. ids: int32 [T, k]; weights: float32 [T, k]; both contiguous."""
     g, uses = state.geometry, ids.numel()
-    size = _power_of_two(uses)
+    size = power_of_two(uses)
     warps = _plan_warps(size, _chunk(g.window))
     overlap = can_overlap(ids.device)
     block = state.counts if state.block is None else state.block
@@ -170,19 +199,21 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         ids, weights, state.slot_of, state.owner_of, state.counters, state.values, state.last_use,
         state.constants, state.victims, state.scratch, state.split, state.state, state.counts,
         state.hits, state.fetches, state.pair_token, state.pair_weight, state.pair_of,
-        state.on_gpu, state.totals, block, layer,
+        state.on_gpu, state.totals, state.place_of, state.arrived, state.origins, state.homes, block,
+        layer,
         uses, g.top_k, g.num_layers, g.num_experts, g.num_slices, g.num_slots, g.max_fetch,
-        g.max_missing + 1, state.block is not None, *g.request, size, _power_of_two(g.num_slices),
-        _power_of_two(max(g.max_fetch, 1)), g.window, _power_of_two(g.window), _chunk(g.window),
-        overlap, num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)),
-        enable_fp_fusion=False, launch_pdl=overlap,
+        g.max_missing + 1, state.block is not None, *g.request, size, power_of_two(g.num_slices),
+        power_of_two(max(g.max_fetch, 1)), g.window, power_of_two(g.window), _chunk(g.window),
+        g.max_prefetch, g.prefetch_programs, g.slice_chunks, 32 * warps, overlap, num_warps=warps,
+        maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)), enable_fp_fusion=False,
+        launch_pdl=overlap,
     )  # fmt: skip
 
 
 def _chunk(window: int) -> int:
     """Places of the ranking looked at together: one chunk mostly holds ``window`` victims, though
     some of its slots were taken, or used, earlier in the step."""
-    return _power_of_two(window + window // 2)
+    return power_of_two(window + window // 2)
 
 
 def _plan_warps(uses: int, chunk: int) -> int:
@@ -191,5 +222,5 @@ def _plan_warps(uses: int, chunk: int) -> int:
     return min(MOST_PLAN_WARPS, max(LEAST_PLAN_WARPS, uses // 8, chunk // 32))
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     return max(SMALLEST_AXIS, 1 << (size - 1).bit_length())

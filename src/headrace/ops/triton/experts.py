@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from headrace.ops.triton.expert_block_launch import BlockTuning, MatrixPlace
+from headrace.ops.triton.expert_block_launch import BlockTuning
+from headrace.ops.triton.expert_chunk import GROUPED_FORMATS, GpuAnswer, GroupedChunk
+from headrace.ops.triton.expert_geometry import MatrixPlace, SliceGeometry
 from headrace.ops.triton.expert_launch import (
     FORMATS,
     ExpertLauncher,
     RequestOffsets,
-    SliceGeometry,
     Tuning,
 )
+from headrace.ops.triton.expert_prefetch import FORMATS as ROUTER_FORMATS
+from headrace.ops.triton.expert_prefetch import PrefetchLauncher
 from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
+    COPY_WORDS,
     NUM_COUNTS,
     PlanGeometry,
     PlanState,
@@ -21,13 +25,19 @@ from headrace.ops.triton.expert_state import (
 )
 
 __all__ = [
+    "COPY_WORDS",
     "FORMATS",
+    "GROUPED_FORMATS",
     "NUM_COUNTS",
+    "ROUTER_FORMATS",
     "BlockTuning",
     "ExpertLauncher",
+    "GpuAnswer",
+    "GroupedChunk",
     "MatrixPlace",
     "PlanGeometry",
     "PlanState",
+    "PrefetchLauncher",
     "RequestOffsets",
     "SliceGeometry",
     "Tuning",

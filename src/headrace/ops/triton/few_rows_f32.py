@@ -21,6 +21,8 @@ _TOKENS = 4
 # A router's matrix is small (128 x 2,880): a program for each row of it, so that the whole GPU reads it at
 # once, and few trips around the loop, as nothing else hides their latency. A large matrix has programs
 # enough, and shares each read of x between four of its rows. (rows, columns at once) of a program
+# H200, 2026-11-30, in a graph, bias included, one / four / sixteen rows of x: 128 x 2,880 takes 3.0 / 3.4 /
+# 5.7 us (cuBLAS and an addition 5.9 / 11.2 / 11.8), 5,120 x 2,880 takes 24 / 25 / 72 (21 / 27 / 51).
 _SMALL_ROWS, _SMALL, _LARGE = 1024, (1, 1024), (4, 256)
 _INTERPRETED = (
     64,

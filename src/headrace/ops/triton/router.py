@@ -20,6 +20,9 @@ from headrace.ops.triton.overlap import can_overlap, wait_and_release
 from headrace.ops.triton.products import linear
 
 _FLOATS = ("f32", "f16", "bf16")
+_COLS_OF_WARP = (
+    2048  # few warps: the last program's choice is a chain of reductions over all of them
+)
 MAX_COLS = 16_384  # of a score, held in one program's registers
 
 
@@ -153,7 +156,7 @@ def route(
         experts, cols, data.stride(0), k, HAS_BIAS=bias is not None,
         SOFTMAX_FIRST=scoring == "softmax_topk", NORMALIZE=normalize,
         EXPERTS=triton.next_power_of_2(experts), K=triton.next_power_of_2(k), COLS=block,
-        PDL=overlap, num_warps=min(max(block // 512, 1), 8), launch_pdl=overlap,
+        PDL=overlap, num_warps=min(max(block // _COLS_OF_WARP, 1), 8), launch_pdl=overlap,
     )  # fmt: skip
     return ids, weights
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import AttentionBatch, LayerKV, RopeTable
 from headrace.ops.reference import dense as reference
-from headrace.ops.triton.overlap import can_overlap, wait_and_release
+from headrace.ops.triton.overlap import can_overlap, prefetch, wait_and_release
 
 FLOATS = ("f32", "f16", "bf16")
 _COLUMNS = 1024  # of an embedding row that one program copies
@@ -148,35 +148,99 @@ def kv_append(k: torch.Tensor, v: torch.Tensor, cache: LayerKV, slots: torch.Ten
     )  # fmt: skip
 
 
+_AHEAD_PROGRAMS = 132  # of one warp: any number that is not small will do
+_LINES = tl.constexpr(128)  # asked for at once by a program
+LINE_NBYTES = tl.constexpr(128)
+_AHEAD_STEP = tl.constexpr(_AHEAD_PROGRAMS * 128 * 128)
+
+
 @triton.jit
-def rope_append_kernel(
-    q, k, v, cos, sin, positions, keys, values, slots, heads, kv_heads, dim, half,
-    block_tokens, stride_block, stride_head,
-    INTERLEAVED: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One head of one row: a query's turns in place, a key's and its value go to the cache."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, DIM)
-    turning, inside = at < 2 * half, at < dim
+def ask_ahead(weight, nbytes, part, PDL: tl.constexpr):
+    """Ask for the ``part``-th share of ``nbytes`` bytes, one of those of the grid's spare programs."""
+    start = weight.to(tl.pointer_type(tl.uint8))
+    line = tl.arange(0, _LINES) * LINE_NBYTES
+    for at in range(part * (_LINES * LINE_NBYTES), nbytes, _AHEAD_STEP):
+        prefetch(start + tl.minimum(at + line, nbytes - 1), PDL)
+
+
+@triton.jit
+def _turn(cos, sin, position, at, half, INTERLEAVED: tl.constexpr):
+    """Of the dimensions ``at``: which one each turns with, and its cosine and signed sine."""
+    turning = at < 2 * half
     if INTERLEAVED:
         pair, first = at // 2, at % 2 == 0
         partner = tl.where(first, at + 1, at - 1)
     else:
         pair, first = at % half, at < half
         partner = tl.where(first, at + half, at - half)
-    partner = tl.where(turning, partner, at)
-    angle = tl.load(positions + row) * half + pair
+    angle = position * half + pair
     c = tl.load(cos + angle, mask=turning, other=1.0)
     s = tl.load(sin + angle, mask=turning, other=0.0)
-    s = tl.where(first, -s, s)
+    return tl.where(turning, partner, at), c, tl.where(first, -s, s)
+
+
+@triton.jit
+def _turn_in_place(base, at, partner, c, s, dim):
+    inside = at < dim
+    mine = tl.load(base + at, mask=inside)
+    other = tl.load(base + partner, mask=inside)
+    tl.debug_barrier()  # all are read before one is written
+    tl.store(base + at, mine * c + other * s, mask=inside)
+
+
+@triton.jit
+def rope_pair_kernel(
+    q, k, cos, sin, positions, heads, kv_heads, dim, half,
+    INTERLEAVED: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one row of q or of k."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, DIM)
+    partner, c, s = _turn(cos, sin, tl.load(positions + row), at, half, INTERLEAVED)
     wait_and_release(PDL)
     if head < heads:
-        base = q + (row * heads + head) * dim
-        mine = tl.load(base + at, mask=inside)
-        other = tl.load(base + partner, mask=inside)
-        tl.debug_barrier()  # all are read before one is written
-        tl.store(base + at, mine * c + other * s, mask=inside)
+        _turn_in_place(q + (row * heads + head) * dim, at, partner, c, s, dim)
     else:
+        _turn_in_place(k + (row * kv_heads + head - heads) * dim, at, partner, c, s, dim)
+
+
+def rope_pair(q: torch.Tensor, k: torch.Tensor, table: RopeTable, positions: torch.Tensor) -> None:
+    """``rope`` of q and k in place, in one kernel.
+
+    q: float32 [T, H, hd], k: float32 [T, Hkv, hd], contiguous; positions: int64 [T].
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    overlap = can_overlap(q.device)
+    rope_pair_kernel[(rows, heads + kv_heads)](
+        q, k, table.cos, table.sin, positions, heads, kv_heads, dim, table.cos.shape[1],
+        INTERLEAVED=table.interleaved, DIM=triton.next_power_of_2(dim), PDL=overlap, num_warps=1,
+        launch_pdl=overlap,
+    )  # fmt: skip
+
+
+@triton.jit
+def rope_append_kernel(
+    q, k, v, cos, sin, positions, keys, values, slots, next_weight, next_nbytes, heads, kv_heads, dim,
+    half, block_tokens, stride_block, stride_head,
+    INTERLEAVED: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: a query's turns in place, a key's and its value go to the cache.
+
+    Programs beyond the heads ask the second-level cache for parts of ``next_weight``.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    spare = head - heads - kv_heads
+    if spare >= 0:
+        ask_ahead(next_weight, next_nbytes, spare, PDL)
+        return
+    at = tl.arange(0, DIM)
+    partner, c, s = _turn(cos, sin, tl.load(positions + row), at, half, INTERLEAVED)
+    wait_and_release(PDL)
+    if head < heads:
+        _turn_in_place(q + (row * heads + head) * dim, at, partner, c, s, dim)
+    else:
+        inside = at < dim
         source = (row * kv_heads + head - heads) * dim
         slot = tl.load(slots + row)
         target = (slot // block_tokens) * stride_block + (head - heads) * stride_head
@@ -195,18 +259,23 @@ def rope_append(
     table: RopeTable,
     batch: AttentionBatch,
     cache: LayerKV,
+    next_weight: torch.Tensor | None = None,
 ) -> None:
     """``rope`` of q in place and of k, then ``kv_append`` of k and v, in one kernel.
 
     q: float32 [T, H, hd], k, v: float32 [T, Hkv, hd], contiguous; k itself is left as it is.
+    next_weight: contiguous, what will be read next; memory is idle while few rows attend, and a GPU that
+    can (``overlap``) fetches it into its second-level cache meanwhile.
     """
     rows, heads, dim = q.shape
     kv_heads, keys = k.shape[1], cache.keys
     overlap = can_overlap(q.device)
-    rope_append_kernel[(rows, heads + kv_heads)](
+    ahead = next_weight if overlap and rows == 1 else None
+    programs = 0 if ahead is None else _AHEAD_PROGRAMS
+    rope_append_kernel[(rows, heads + kv_heads + programs)](
         q, k, v, table.cos, table.sin, batch.positions, keys, cache.values, batch.slots,
-        heads, kv_heads, dim, table.cos.shape[1],
-        cache.block_tokens, keys.stride(0), keys.stride(1),
+        q if ahead is None else ahead, 0 if ahead is None else ahead.nbytes, heads, kv_heads, dim,
+        table.cos.shape[1], cache.block_tokens, keys.stride(0), keys.stride(1),
         INTERLEAVED=table.interleaved, DIM=triton.next_power_of_2(dim), PDL=overlap, num_warps=1,
         launch_pdl=overlap,
     )  # fmt: skip

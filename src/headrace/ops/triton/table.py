@@ -33,7 +33,14 @@ OPS: tuple[Op, ...] = (
     Op("sealed_attention_decode", "triton", sealed_attention_decode, _ATTENTION),
     Op("router_topk", "triton", router.router_topk, _ELEMENT),
     Op("moe", "triton", mixture.moe, 2 * _PRODUCT),
-    Op("attention_block", "triton", block.attention_block, 3 * _PRODUCT, marks_parts=True),
+    Op(
+        "attention_block",
+        "triton",
+        block.attention_block,
+        3 * _PRODUCT,
+        marks_parts=True,
+        takes_sealed=True,
+    ),
     Op("dense_block", "triton", block.dense_block, 3 * _PRODUCT, marks_parts=True),
     Op("route", "triton", router.route, _PRODUCT),
 )

@@ -1,0 +1,78 @@
+#include "expert_tiles.h"
+
+namespace headrace {
+
+ExpertTiles::ExpertTiles(int64_t hidden, int64_t width, int threads)
+    : hidden_(hidden), width_(width), threads_(threads),
+      scratch_words_(kTiledRows * tile_steps(std::max(hidden, width)) * kStep * kTileTerms),
+      scratch_(2 * threads * scratch_words_) {
+  inputs_.words_each = token_block_words(hidden);
+  between_.words_each = token_block_words(width);
+}
+
+void ExpertTiles::begin(const TileKernels& tiles) {
+  tiles_ = &tiles;
+  ranges_.clear();
+  inputs_.count = between_.count = 0;
+}
+
+TiledItem ExpertTiles::add(int64_t first_pair, int64_t pairs) {
+  if (ranges_.empty() || ranges_.back().first != first_pair || ranges_.back().pairs != pairs) {
+    ranges_.push_back({first_pair, pairs, inputs_.count});
+    inputs_.count += tiles_of(pairs);
+  }
+  const TiledItem item{true, ranges_.back().block, between_.count};
+  between_.count += tiles_of(pairs);
+  return item;
+}
+
+// Grows only: the next request is about as large.
+void ExpertTiles::Blocks::reserve() {
+  if (count <= static_cast<int64_t>(at.size())) return;
+  memory = std::make_unique<TileMemory>(count * words_each);
+  at.clear();
+  for (int64_t i = 0; i < count; ++i) at.push_back(block(i));
+}
+
+void ExpertTiles::reserve() {
+  inputs_.reserve();
+  between_.reserve();
+}
+
+void ExpertTiles::pack_inputs(const float* x, const int32_t* pair_token, int worker) {
+  const int64_t steps = tile_steps(hidden_), all = inputs_.count * steps;
+  int64_t at = all * worker / threads_;
+  const int64_t end = all * (worker + 1) / threads_;
+  for (const Range& r : ranges_) {
+    for (; at < end && at < (r.block + tiles_of(r.pairs)) * steps;) {
+      const int64_t b = at / steps, step = at % steps, pair = (b - r.block) * kTile;
+      const int64_t n = std::min(kTile, r.pairs - pair), run = std::min(steps - step, end - at);
+      const float* rows[kTile];
+      for (int64_t j = 0; j < n; ++j) rows[j] = x + pair_token[r.first + pair + j] * hidden_;
+      tiles_->pack(rows, n, hidden_, step, run, inputs_.block(b));
+      at += run;
+    }
+  }
+}
+
+void ExpertTiles::pack_between(const TiledItem& item, int64_t pairs, int64_t step, const float* rows) {
+  for (int64_t j = 0; j < pairs; j += kTile) {
+    const int64_t n = std::min(kTile, pairs - j);
+    const float* from[kTile];
+    for (int64_t i = 0; i < n; ++i) from[i] = rows + (j + i) * width_;
+    tiles_->pack(from, n, width_, step, 1, between_.block(item.between + j / kTile));
+  }
+}
+
+void ExpertTiles::expand(const Matrix& m, int64_t row0, int64_t rows, int worker, int place) {
+  tiles_->expand(m, row0, rows, scratch(worker, place));
+}
+
+void ExpertTiles::multiply(const Matrix& m, int64_t rows, const TiledItem& item, bool gate_up, int64_t pair0, int64_t pairs,
+                           float* const* out, int worker, int place) const {
+  const auto block = static_cast<size_t>((gate_up ? item.input : item.between) + pair0 / kTile);
+  tiles_->multiply({scratch(worker, place), weight_terms(m.format), rows, tile_steps(m.cols),
+                    &(gate_up ? inputs_ : between_).at[block], pairs, out});
+}
+
+}  // namespace headrace

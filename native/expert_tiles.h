@@ -1,0 +1,67 @@
+// The tiles of one request to the CPU's experts: activations in blocks of sixteen pairs, and scratch for weights.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "tiled.h"
+
+namespace headrace {
+
+// Where the activations of an item lie: blocks of its inputs and of what lies between its two halves.
+struct TiledItem {
+  bool used = false;
+  int64_t input = 0, between = 0;
+};
+
+// Which items use tiles: those with so many pairs, in requests of so many tokens. Smaller requests are decoding
+// steps, whose bits do not depend on the batch.
+struct TileUse {
+  int64_t tokens = 17;
+  int64_t pairs = kTiledPairs;
+};
+
+constexpr int64_t kTiledRows = 64;  // rows of a product, at most
+
+class ExpertTiles {
+ public:
+  ExpertTiles(int64_t hidden, int64_t width, int threads);
+
+  void begin(const TileKernels& tiles);
+  // Items in order; those with the same pairs share their inputs.
+  TiledItem add(int64_t first_pair, int64_t pairs);
+  void reserve();  // after the last item
+
+  // The worker's share of the inputs of all items.
+  void pack_inputs(const float* x, const int32_t* pair_token, int worker);
+  // Columns [32 step, 32 step + 32) of an item's rows, `width` floats apart.
+  void pack_between(const TiledItem& item, int64_t pairs, int64_t step, const float* rows);
+
+  // What products with rows [row0, row0 + rows) read, in the worker's scratch memory; `place` 0 or 1.
+  void expand(const Matrix& m, int64_t row0, int64_t rows, int worker, int place = 0);
+  // out[j][row] for pairs [pair0, pair0 + pairs), pair0 a multiple of sixteen.
+  void multiply(const Matrix& m, int64_t rows, const TiledItem& item, bool gate_up, int64_t pair0, int64_t pairs,
+                float* const* out, int worker, int place = 0) const;
+
+ private:
+  struct Range {
+    int64_t first, pairs, block;
+  };
+  struct Blocks {
+    std::unique_ptr<TileMemory> memory;
+    std::vector<const uint16_t*> at;
+    int64_t count = 0, words_each = 0;
+    uint16_t* block(int64_t i) const { return memory->words() + i * words_each; }
+    void reserve();
+  };
+  uint16_t* scratch(int worker, int place) const { return scratch_.words() + (2 * worker + place) * scratch_words_; }
+
+  const int64_t hidden_, width_;
+  const int threads_;
+  const int64_t scratch_words_;
+  const TileMemory scratch_;
+  const TileKernels* tiles_ = nullptr;
+  std::vector<Range> ranges_;
+  Blocks inputs_, between_;
+};
+
+}  // namespace headrace

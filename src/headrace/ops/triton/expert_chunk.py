@@ -1,0 +1,256 @@
+"""Launches of the grouped expert kernels for one prompt chunk, a layer at a time.
+
+Nothing here waits for the GPU. The work lists that the host writes lie in pinned memory and are copied
+by a kernel, since small copies would queue behind the ring's large ones.
+"""
+
+# ``kernel[grid](...)`` is Triton's launch syntax.
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
+from headrace.ops.records import Activation
+from headrace.ops.triton.expert_grouped import ENTRY, grouped_down, grouped_gate_up, grouped_sum
+from headrace.ops.triton.expert_launch import SliceGeometry
+from headrace.ops.triton.expert_route import (
+    add_answer,
+    await_answer,
+    copy_words,
+    keep_slices,
+    keep_tables,
+    pair_keys,
+    prepare_rows,
+)
+from headrace.ops.triton.expert_state import PlanState
+
+# Formats that the grouped kernels read; of others each slice is a product of its own.
+GROUPED_FORMATS = ("mxfp4", "bf16")
+_PAIR_ROWS = 64
+_COLS = 1024  # of a row, that a program takes
+_WORDS = 1024
+_TABLE_ENTRIES = 256
+_KEEP_PROGRAMS = 8  # of a slice
+_MOST_LANES = 8  # programs that share an expert's tokens
+# Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
+_SPINS = 5_000_000
+
+# Rows of weights, tokens, columns at once (of MXFP4 bytes), warps, stages.
+Tile = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class GroupedTuning:
+    """Tiles of gate/up and of down, by tokens of a tile.
+
+    H200, 128 experts of gpt-oss-120b's size, gate and up: tiles of 64 rows and 64 or 128 tokens reach 200
+    TFLOP/s where 128 rows reach 172; 64 rows and 16 tokens read 1.6 TB/s, 32 rows 0.86.
+    """
+
+    few: tuple[Tile, Tile] = ((64, 16, 64, 4, 3), (64, 16, 64, 4, 3))
+    some: tuple[Tile, Tile] = ((64, 64, 32, 4, 4), (64, 64, 32, 4, 4))
+    many: tuple[Tile, Tile] = ((64, 128, 32, 4, 3), (64, 128, 32, 4, 3))
+
+    def tiles(self, mean: int) -> tuple[Tile, Tile]:
+        """For experts of so many tokens on average."""
+        if mean <= 2 * self.few[0][1]:
+            return self.few
+        return self.some if mean <= 2 * self.some[0][1] else self.many
+
+
+@dataclass
+class _Layer:
+    """What lies on the device while a layer of a chunk is computed."""
+
+    number: int
+    tokens: int
+    bounds: torch.Tensor
+    order: torch.Tensor
+    weights: torch.Tensor
+    x: torch.Tensor
+    h: torch.Tensor
+    y: torch.Tensor  # float32 where that is small: an expert's slices may come in several launches
+    gate_up: Tile
+    down: Tile
+    lanes: int
+
+
+class GroupedChunk:
+    """See ``experts.chunk.ChunkCompute``.
+
+    Args:
+        state: whose tables say what lies in which slot.
+        arena: uint8, the slots.
+
+    ``launches``: the staged work lists, on the device.
+    """
+
+    def __init__(
+        self,
+        geometry: SliceGeometry,
+        state: PlanState,
+        arena: torch.Tensor,
+        act: Activation,
+        tuning: GroupedTuning | None = None,
+    ) -> None:
+        g, plan = geometry, state.geometry
+        self.tuning = tuning or GroupedTuning()
+        self._geometry, self._state, self._arena, self._act = g, state, arena, act
+        self._packed = g.format == "mxfp4"
+        self._sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
+        self._keys = plan.num_experts * plan.num_slices
+        device, words = arena.device, ENTRY.value
+        # Each layer has its own: the host writes the next one's while this one's waits to be read.
+        self._staging = torch.zeros(
+            plan.num_layers, self._keys, words, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self._work = torch.zeros(self._keys, words, dtype=torch.int32, device=device)
+        self._dest = torch.full((self._keys,), NOWHERE, dtype=torch.int32, device=device)
+        self._experts = torch.arange(plan.num_experts + 1, dtype=torch.int32, device=device)
+        self.launches: list[torch.Tensor] = []
+        self._keeps: list[bool] = []
+        self._at: _Layer | None = None
+
+    def begin(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sort the chunk's pairs by expert and token."""
+        g, plan = self._geometry, self._state.geometry
+        tokens, top_k = ids.shape
+        keys, merged = torch.empty_like(ids), torch.empty_like(weights)
+        pair_keys[(triton.cdiv(tokens, _PAIR_ROWS),)](
+            ids.contiguous(), weights.contiguous(), keys, merged, tokens, top_k,
+            triton.next_power_of_2(top_k), _PAIR_ROWS, num_warps=2,
+        )  # fmt: skip
+        ordered, order = keys.view(-1).sort(stable=True)
+        bounds = torch.searchsorted(ordered, self._experts, out_int32=True)
+        rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        prepare_rows[(tokens, triton.cdiv(g.hidden, _COLS))](
+            x.contiguous(), rounded, g.hidden, self._packed, _COLS, num_warps=4
+        )
+        mean = tokens * top_k // plan.num_experts
+        gate_up, down = self.tuning.tiles(mean)
+        self._at = _Layer(
+            layer, tokens, bounds, order, merged, rounded,
+            rounded.new_empty(tokens * top_k, g.num_slices * g.width),
+            (x if gate_up == self.tuning.few[0] else rounded).new_zeros(tokens * top_k, g.hidden),
+            gate_up, down, min(_MOST_LANES, max(1, 2 * mean // gate_up[1])),
+        )  # fmt: skip
+
+    def stage(self, work: npt.NDArray[np.int32], ends: Sequence[int]) -> None:
+        """Give the work lists, int32 [n, 3]: slot, key, where it is to stay; a launch ends at each of
+        ``ends``. The entries of an expert in a launch are neighbours."""
+        at, count = self._now, len(work)
+        staged: Any = self._staging[at.number].numpy()
+        staged[:count, :3] = work
+        staged[:count, 3] = _runs(work[:, 1] // self._geometry.num_slices, ends)
+        if count:
+            words = count * ENTRY.value
+            copy_words[(triton.cdiv(words, _WORDS),)](
+                self._staging[at.number], self._work, words, _WORDS, num_warps=4
+            )
+        starts = [0, *ends[:-1]]
+        self.launches = [self._work[a:b] for a, b in zip(starts, ends)]
+        self._keeps = [bool((work[a:b, 2] != NOWHERE).any()) for a, b in zip(starts, ends)]
+        if (work[:, 2] == ASK_DEVICE).any():
+            self._choose(self._work[:count])
+
+    def _choose(self, work: torch.Tensor) -> None:
+        """Which of the streamed slices take the slots of which resident ones of the layer."""
+        at, keys = self._now, self._keys
+        streamed = torch.zeros_like(self._dest)
+        streamed.scatter_(0, work[:, 1].long(), (work[:, 2] == ASK_DEVICE).int())
+        uses = at.bounds.diff().repeat_interleave(self._geometry.num_slices)
+        slots = self._state.slot_of[at.number * keys : (at.number + 1) * keys]
+        self._dest = choose_kept(uses, slots, streamed > 0)
+
+    def compute(self, number: int) -> None:
+        """Add the slices of a launch to the sum; keep those that are to stay."""
+        work = self.launches[number]
+        if not len(work):
+            return
+        self.gate_up(work)
+        self.down(work)
+        if self._keeps[number]:
+            keep_slices[(len(work), _KEEP_PROGRAMS)](
+                self._arena, work, self._dest, self._geometry.slice_nbytes, _WORDS, num_warps=4
+            )
+
+    def gate_up(self, work: torch.Tensor) -> None:
+        """The first half of a launch: activations of every pair and slice."""
+        g, at, act = self._geometry, self._now, self._act
+        gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
+        rows, tokens, cols, warps, stages = at.gate_up
+        grouped_gate_up[(len(work) * triton.cdiv(g.width, rows), at.lanes)](
+            self._arena, work, at.bounds, at.order, at.x, at.h, at.order.numel() // at.tokens,
+            self._packed, g.slice_nbytes, *g.gate_up, *self._sizes, *gate, rows, tokens, cols,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    def down(self, work: torch.Tensor) -> None:
+        """The second half: outputs, added to those of each pair."""
+        g, at = self._geometry, self._now
+        rows, tokens, cols, warps, stages = at.down
+        grouped_down[(len(work) * triton.cdiv(g.hidden, rows), at.lanes)](
+            self._arena, work, at.bounds, at.order, at.h, at.y, self._packed, g.slice_nbytes,
+            *g.down, *self._sizes, rows, tokens, cols, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    def finish(self) -> torch.Tensor:
+        """Enter what stays into the tables; the sum, float32 [T, D]."""
+        g, at, self._at = self._geometry, self._now, None
+        if any(self._keeps):
+            count = sum(map(len, self.launches))
+            keep_tables[(triton.cdiv(count, _TABLE_ENTRIES),)](
+                self._work, count, self._dest, self._state.slot_of, self._state.owner_of,
+                at.number * self._keys, _TABLE_ENTRIES, num_warps=4,
+            )  # fmt: skip
+        out = torch.empty(at.tokens, g.hidden, device=self._arena.device)
+        grouped_sum[(at.tokens, triton.cdiv(g.hidden, _COLS))](
+            at.y, at.weights, out, at.order.numel() // at.tokens, g.hidden, _COLS, num_warps=4
+        )
+        return out
+
+    @property
+    def _now(self) -> _Layer:
+        assert self._at is not None, "begin() comes first"
+        return self._at
+
+
+def _runs(experts: npt.NDArray[np.int32], ends: Sequence[int]) -> npt.NDArray[np.int32]:
+    """At the first of neighbours of one expert in a launch how many they are, elsewhere 0."""
+    count = len(experts)
+    found = np.zeros(count, np.int32)
+    if count:
+        first = np.append(True, experts[1:] != experts[:-1])
+        first[[end for end in ends if end < count]] = True
+        starts = np.flatnonzero(first)
+        found[starts] = np.diff(starts, append=count)
+    return found
+
+
+class GpuAnswer:
+    """Adds the CPU's answer to a chunk's sum on the GPU, so that the host need not wait for it.
+
+    Args:
+        block: uint8, the request block; ack, abort, out: byte offsets of its fields.
+    """
+
+    def __init__(self, block: torch.Tensor, ack: int, abort: int, out: int) -> None:
+        self._words: Any = block.view(torch.int32)
+        self._floats: Any = block.view(torch.float32)
+        self._ack, self._abort, self._out = ack // 4, abort // 4, out // 4
+
+    def __call__(self, seq: int, out: torch.Tensor) -> None:
+        """Wait for request ``seq`` and add its rows to ``out``, float32 [T, D]."""
+        await_answer[(1,)](self._words, seq, self._ack, self._abort, _SPINS, num_warps=1)
+        add_answer[(triton.cdiv(out.numel(), _COLS),)](
+            self._floats, out, out.numel(), self._out, _COLS, num_warps=4
+        )
