@@ -69,7 +69,9 @@ def test_products_match_float64(tiles: str, name: str):
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp4_gguf"])
 def test_all_scales_and_codes_of_mxfp4(tiles: str, name: str):
     """One activation of 1 at a time shows the weights as they are; below 2^-126 they count as zero."""
-    codes = np.tile(np.arange(256, dtype=np.uint8)[:16] * 17, (256, 8))  # each code, in both nibbles
+    codes = np.tile(
+        np.arange(256, dtype=np.uint8)[:16] * 17, (256, 8)
+    )  # each code, in both nibbles
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
     blocks = np.concatenate([scales[..., None], codes.reshape(256, 8, 16)], 2).reshape(256, -1)
     parts = {"blocks": blocks} if name == "mxfp4_gguf" else {"codes": codes, "scales": scales}

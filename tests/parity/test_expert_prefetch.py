@@ -182,11 +182,15 @@ def test_an_interrupted_prefetch_is_finished_by_the_gather(store: HostStore) -> 
             paths.gather(layer)
             fetches = paths.state.fetches[: int(paths.state.counts[1])].tolist()
             for f, (slot, expert, *_) in enumerate(fetches):
-                assert torch.equal(paths.slots(slot, 1)[0].cpu(), store.slab(layer, expert)[0]), there
+                assert torch.equal(paths.slots(slot, 1)[0].cpu(), store.slab(layer, expert)[0]), (
+                    there
+                )
                 used += int(paths.state.origins[f]) >= 0
             for expert, slot in enumerate(paths.residency()[layer].tolist()):
                 if slot >= 0:
-                    assert torch.equal(paths.slots(slot, 1)[0].cpu(), store.slab(layer, expert)[0]), there
+                    assert torch.equal(
+                        paths.slots(slot, 1)[0].cpu(), store.slab(layer, expert)[0]
+                    ), there
     assert used > LAYERS
     counts = paths.counts()
     assert 0 < counts.ahead_nbytes < counts.prefetched_nbytes
