@@ -325,12 +325,14 @@ class Engine:
         """
         try:
             if self._experts is not None:
-                self._experts.step_begins(sum(len(c.token_ids) for c in chunks))
+                with ranges.timed("experts"):
+                    self._experts.step_begins(sum(len(c.token_ids) for c in chunks))
             if self._profiler is not None:
                 self._profiler.begins(chunks)
             output = self._runner.compute(step, chunks, self._states, ranges)
             if self._experts is not None:
-                self._experts.step_ended()
+                with ranges.timed("experts"):
+                    self._experts.step_ended()
         except Exception as error:
             if self._device.is_lost(error):
                 raise DeviceLostError(

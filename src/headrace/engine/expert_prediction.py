@@ -47,12 +47,14 @@ def expert_seconds(
     Raises:
         MachineError: a rate is missing.
     """
+    host = machine.rates.get("experts_host")
+    host_s = 0.0 if host is None else host.value
     gbps = rate_of(machine, "kernel_one_slices")
     call_s = rate_of(machine, "experts_call")
     missing = (1 - hit_rate) * experts.wanted
     hits_s = hit_rate * experts.wanted * experts.slice_nbytes / gbps
     if missing < 1e-9:
-        return ExpertSeconds(experts.layers * (call_s + hits_s))
+        return ExpertSeconds(experts.layers * (call_s + hits_s), host_s=host_s)
     rates = _paths(experts, machine)
     # The mean layer lies between two whole numbers of misses.
     low = int(missing)
@@ -65,7 +67,7 @@ def expert_seconds(
         cpu = cpu_seconds(count - fetched, rates, alone=alone)
         cpu_s += share * max(0.0, cpu - hits_s - one)
     layers = experts.layers
-    return ExpertSeconds(layers * (call_s + hits_s), layers * fetch_s, layers * cpu_s)
+    return ExpertSeconds(layers * (call_s + hits_s), layers * fetch_s, layers * cpu_s, host_s)
 
 
 def _fetched(placement: str, missing: int, rates: PathRates) -> int:

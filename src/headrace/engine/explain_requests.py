@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 # What an idle engine runs for itself: enough steps for a mean, over in about a second on a small model.
 IDLE_PROMPT, IDLE_STEPS = 64, 16
-LEAST_STEPS = 6  # two to warm up, one that is marked on a GPU, and some that are not
+LEAST_STEPS = 10  # two to warm up, one that is marked on a GPU, and some that are not
 
 
 class ExplainRequests:

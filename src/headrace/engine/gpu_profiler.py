@@ -21,11 +21,13 @@ from headrace.explain import leaf
 from headrace.machine.device import Device, Graph
 from headrace.ops.measure import Marks
 
-# Of the replayed steps one is slowed down by its marks, the third one first, when threads are awake and pages
-# touched. SmolLM2's has 244 marks of 1.0 us in 0.9 ms (H200, 2026-11-30): one step in 24 costs 1.1%.
-EVERY, FIRST = 24, 2
-# Of the others every fourth has two marks, around all of the GPU's work: what is left is the host's.
-BRACKETS, KEPT = 4, 16
+# Of the replayed steps one is slowed down by its marks, the seventh one first: after a bracket that counts.
+# SmolLM2's has 244 marks of 1.0 us in 0.8 ms, and takes as long again to be filed; one step in 24 and
+# brackets in every fourth cost 5% of it (H200, 2026-11-30).
+EVERY, FIRST = 64, 6
+# Some of the others have two marks, around all of the GPU's work: what is left is the host's. A recording's
+# first replay does not count: it starts slowly.
+BRACKETS, FIRST_BRACKET, KEPT = 8, 4, 16
 # A mark costs so much of what it does in a chain of small kernels: others overlap without it, or hide it.
 LEAST, MOST = 0.5, 2.5
 CHAIN = 200  # marks of the graph that shows what one costs; the shortest of RUNS replays
@@ -108,6 +110,7 @@ class _Recorded:
     labels: list[str]
     bracket: Recording
     spans_s: list[float] = field(default_factory=list[float])  # of the brackets, newest last
+    warm: bool = False  # whether the bracket was replayed before
 
 
 class GpuStepProfiler(StepProfiler):
@@ -166,7 +169,11 @@ class GpuStepProfiler(StepProfiler):
             return
         turn = self._replays % EVERY
         self._replays += 1
-        self._mode = "marked" if turn == FIRST else "plain" if turn % BRACKETS else "bracket"
+        self._mode = "plain"
+        if turn == FIRST:
+            self._mode = "marked"
+        elif self._replays == 1 or turn % BRACKETS == FIRST_BRACKET:
+            self._mode = "bracket"
         if self._mode == "plain":
             return
         size = graphs.size_of(rows)
@@ -196,7 +203,14 @@ class GpuStepProfiler(StepProfiler):
         marked = graphs.record(size, around)
         self._leave()
         names = list(labels)
+        self._wake()
         self._recorded[size] = _Recorded(marked, names, graphs.record(size, around))
+        self._wake()
+
+    def _wake(self) -> None:
+        """A capture takes about as long as the CPU's experts stay awake without work."""
+        if self._executor is not None:
+            self._executor.step_begins(1)
 
     def _enter(self) -> None:
         self._entered = True
@@ -242,10 +256,12 @@ class GpuStepProfiler(StepProfiler):
                 self._add(label, max(seconds - cost_s, 0.0))
         elif mode == "bracket":
             span = self._marks.seconds(1)[0]
-            spans = self._recorded[size].spans_s
-            spans.append(span)
-            del spans[:-KEPT]
-            self._add(leaf.LAUNCHES, max(waited - span, 0.0))
+            found = self._recorded[size]
+            if found.warm:
+                found.spans_s.append(span)
+                del found.spans_s[:-KEPT]
+                self._add(leaf.LAUNCHES, max(waited - span, 0.0))
+            found.warm = True
         if mode in ("launched", "marked"):
             return super().take(plan, host)
         return self._host_classes(plan, host)

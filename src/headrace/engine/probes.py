@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from statistics import median
+
 from headrace.core.errors import InternalError
 from headrace.engine.engine import Engine
 from headrace.engine.gpu_expert_probe import probe_experts
@@ -10,6 +13,7 @@ from headrace.engine.host_probe import probe_host
 from headrace.engine.kernel_probe import probe_kernels
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import Profilable
+from headrace.engine.this_machine import measured_rate
 from headrace.experts.live import LiveExperts
 from headrace.explain.running_cost import RunningModel
 from headrace.kv.storage import is_out_of_memory
@@ -21,6 +25,7 @@ from headrace.ops.registry import unavailable_reason
 # Kernels of a captured layer: two norms, three products, rotation, attention in two, gate and up, down; a
 # mixture has a few more. What the host needs to start a graph grows with them, slowly.
 KERNELS_A_LAYER = 10
+BETWEEN_STEPS = 12  # few enough for the live rates, which count steps without samples
 
 
 def probe_engine(engine: Engine) -> dict[str, Rate]:
@@ -53,6 +58,7 @@ def probe_gpu(parts: EngineParts, model: RunningModel) -> dict[str, Rate]:
         if isinstance(parts.experts, LiveExperts):
             executor = parts.experts.executor
             act = Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit)
+            rates["experts_host"] = _experts_host(parts.experts)
             rates |= probe_experts(
                 device,
                 probe,
@@ -64,6 +70,17 @@ def probe_gpu(parts: EngineParts, model: RunningModel) -> dict[str, Rate]:
     finally:
         device.release_cached()
     return rates
+
+
+def _experts_host(experts: LiveExperts) -> Rate:
+    """What the host does for an executor's experts before and after each step."""
+    times: list[float] = []
+    for _ in range(BETWEEN_STEPS):
+        start = time.perf_counter()
+        experts.step_begins(1)
+        experts.step_ended()
+        times.append(time.perf_counter() - start)
+    return measured_rate(median(times), "s", "between steps that use no experts")
 
 
 def has_room(error: BaseException) -> bool:

@@ -52,6 +52,7 @@ BLOCK_PRODUCTS = {
 RANGE_CLASSES = {
     "sampler": leaf.SAMPLING,
     "schedule": leaf.SCHEDULE,
+    "experts": leaf.SCHEDULE,  # counting what they did, and moving them between steps
     "batch": leaf.SCHEDULE,
     "commit": leaf.SCHEDULE,
     "text": leaf.DETOKENIZE,

@@ -62,8 +62,21 @@ class Calibrated:
             after = then.get(name, ClassWork(0, Work()))
             work = after.work if change is None else change(name, after)
             if before > 0:
-                total += self.measured[name] * (price(work, self.machine).floor_s / before - 1)
+                ratio = price(work, self.machine).floor_s / before
+                total += self.moving_s(name, one) * (ratio - 1)
         return total
+
+    def moving_s(self, name: str, one: ClassWork) -> float:
+        """The part of a class's measured seconds that changes with its floor.
+
+        In a captured graph each kernel costs its start and the way of its first bytes, whatever it reads:
+        where the profile says how much, that much stays.
+        """
+        rates = self.machine.rates
+        start = rates.get("graph_read") or rates.get("graph_kernel")
+        if start is None or not self.model.gpu or not self.rows.decode:
+            return self.measured[name]
+        return max(self.measured[name] - one.calls * start.value, 0.0)
 
 
 @dataclass(frozen=True)
@@ -191,7 +204,8 @@ def with_machine(step: Calibrated, machine: MachineProfile) -> float:
     for name, one in running_cost(step.model, step.rows).items():
         before = price(one.work, step.machine).floor_s
         if name in step.measured and before > 0:
-            total += step.measured[name] * (price(one.work, machine).floor_s / before - 1)
+            ratio = price(one.work, machine).floor_s / before
+            total += step.moving_s(name, one) * (ratio - 1)
     if step.experts is not None:
         # Their paths run beside each other: they are priced together.
         measured = sum(step.measured.get(name, 0.0) for name in OFFLOADED)

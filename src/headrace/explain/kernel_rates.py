@@ -50,10 +50,11 @@ class ExpertSeconds:
     gpu_s: float
     fetch_s: float = 0.0
     cpu_s: float = 0.0
+    host_s: float = 0.0  # of the host between steps
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Of the layers."""
         return self.gpu_s + self.fetch_s + self.cpu_s
 
 
@@ -110,6 +111,7 @@ def predict(
     if model.gpu:
         blocks = sum(-(-(new + cached) // model.block_tokens) for new, cached in rows.sequences)
         classes[leaf.SCHEDULE] += blocks * rate_of(machine, "block_host")
+        classes[leaf.SCHEDULE] += 0.0 if experts is None else experts.host_s
     classes[leaf.DETOKENIZE] = rows.sampled * rate_of(machine, "token_host")
     return Predicted(classes)
 

@@ -318,7 +318,7 @@ def _advice(step: advice.Calibrated) -> list[str]:
             f"tokens, each sequence {now * best.batch / best.tokens_per_s:.1f} times slower."
         )
     moe = step.model.spec.moe
-    if moe is not None and step.model.gpu and "expert" not in step.model.matrices:
+    if moe is not None and step.model.misses_of_twice_the_slots is not None:
         need = advice.offloaded_break_even(moe.num_experts, moe.num_experts_per_token)
         lines.append(
             f"Where moving missing experts is all that counts, and routing is uniform, drafting needs an "

@@ -112,3 +112,19 @@ def test_prediction_names_the_rate_that_is_missing():
     assert has_kernel_rates(machine(**KERNELS), dense_model())
     with pytest.raises(MachineError, match="kernel_"):
         predict(dense_model(), decode_rows(1, 5), bare)
+
+
+def test_kernels_of_a_graph_keep_their_starts():
+    on = machine(
+        hbm_read=(1.0, "GB/s"), gpu_flops_bf16=(1e6, "GFLOP/s"), gpu_flops_f32=(1e6, "GFLOP/s"),
+        graph_read=(2e-6, "s"),
+    )  # fmt: skip
+    model, rows = dense_model(gpu=True), decode_rows(1, 5)
+    measured = {
+        name: price(one.work, on).floor_s + one.calls * 2e-6
+        for name, one in running_cost(model, rows).items()
+    }
+    step = advice.Calibrated(model, rows, on, measured, sum(measured.values()))
+    twice = advice.with_machine(step, advice.faster(on, ("hbm_read",), 2.0))
+    floors = sum(price(one.work, on).floor_s for one in running_cost(model, rows).values())
+    assert twice == pytest.approx(step.step_s - floors / 2, rel=1e-3)
