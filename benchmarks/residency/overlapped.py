@@ -29,7 +29,7 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
     assert share is not None
     assert executor.service is not None
     device = state.counts.device
-    x = torch.randn(TOKENS, geo.HIDDEN)
+    x, out = torch.randn(TOKENS, geo.HIDDEN), torch.zeros(TOKENS, geo.HIDDEN, device=device)
     ids = torch.arange(geo.EXPERTS, dtype=torch.int32).view(TOKENS, geo.TOP_K)
     weights = torch.full((TOKENS, geo.TOP_K), 0.25)
     keys = list(range(geo.EXPERTS * layout.num_slices))
@@ -48,11 +48,19 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
         end.record()
         return begin, end
 
+    def ask(layer: int, keys: list[int] = keys) -> None:
+        share.rows(TOKENS).copy_(x)
+        share.begin(layer, ids, weights, keys)
+
+    def answered() -> None:
+        share.add_to(out)
+        torch.cuda.synchronize()
+
     def compute(layer: int, keys: list[int] = keys) -> float:
         assert executor.service is not None
         before = executor.service.stats()
-        share.begin(layer, x, ids, weights, keys)
-        share.finish()
+        ask(layer, keys)
+        answered()
         now = executor.service.stats()
         return (now.nbytes - before.nbytes) / (now.busy_s - before.busy_s) / 1e9
 
@@ -77,10 +85,10 @@ def measure(executor: HybridExecutor, repeats: int = 4) -> dict[str, float]:
         compute(other, few)
         rates["cpu_of_cached"] = compute(other, few)  # the same bytes again
         rates["cpu_of_few"] = compute(layer, few)
-        share.begin(other, x, ids, weights, keys)
+        ask(other)
         time.sleep(0.002)
         rates["pcie"] = rate(gather(layer, short), short)
-        share.finish()
+        answered()
         if turn:
             for name, value in rates.items():
                 found[name].append(value)

@@ -34,7 +34,7 @@ def store() -> Iterator[HostStore]:
     """Slices of 3 chunks, so that a copy can end between them."""
     made = random_store(
         slab_layout("mxfp4", HIDDEN, 192, has_bias=True, num_slices=1), LAYERS, EXPERTS,
-        seed=5, threads=1,
+        seed=5, threads=1, pin=DEVICE.type == "cuda",
     )  # fmt: skip
     assert 2 < made.layout.slice_nbytes / 16384 <= 3
     yield made

@@ -34,7 +34,7 @@ ACT = Activation("swiglu_clamped")
 @pytest.fixture(scope="module")
 def store() -> Iterator[HostStore]:
     layout = slab_layout("mxfp4", 64, 64, has_bias=True, num_slices=2)
-    made = random_store(layout, LAYERS, EXPERTS, seed=9, threads=1)
+    made = random_store(layout, LAYERS, EXPERTS, seed=9, threads=1, pin=DEVICE.type == "cuda")
     yield made
     made.close()
 
@@ -118,7 +118,9 @@ def test_the_cache_is_warmed_with_what_was_used_and_forgets_only_what_was_not(
     assert prefill.fetched == before, "everything was resident"
 
 
-def test_what_nobody_can_serve_is_refused(store: HostStore) -> None:
+def test_what_nobody_can_serve_is_refused() -> None:
+    layout = slab_layout("mxfp4", 64, 64, has_bias=True, num_slices=2)
+    store = random_store(layout, LAYERS, EXPERTS, seed=9, threads=1)  # not pinned
     paths = _paths(store, "cpu", 0)
     prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, paths.chunk(ACT))
     x, ids, weights, _ = _chunk(store, 0, 1)
