@@ -33,9 +33,9 @@ TOP_K = 2  # of the toy
 TOKENS = 200
 LONG = [(7 * i) % 250 for i in range(20)]
 # Prompts in chunks of 16 tokens take the paths of decoding, whose placements differ by some 1e-4 of the
-# results' range: two tokens closer than this may change places. Longer chunks are multiplied in bfloat16
-# where they are computed on the GPU, and no tokens can be compared behind them.
-CHUNK, NEAR_TIE = 16, 0.05
+# results' range. Longer chunks are multiplied in bfloat16 where they are computed on the GPU, and no
+# tokens can be compared behind them.
+CHUNK, MOST_DRIFT = 16, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,10 @@ def on_cpu(model: Path) -> list[Answer]:
 
 
 def close_to(found: Answer, expected: Answer) -> None:
-    """The same tokens, but for what follows a near tie."""
+    """The same tokens with the same probabilities, until experts that score alike change places."""
     same = agreement(found, expected)
-    assert same.gap is None or same.gap < NEAR_TIE, same
     assert same.tokens >= 20, same
+    assert same.drift < MOST_DRIFT, same
 
 
 def begun(engine: Engine, prompt: list[int], tokens: int) -> Collected:

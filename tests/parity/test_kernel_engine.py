@@ -88,7 +88,8 @@ def test_sealed_pages_in_captured_steps(gpt_oss: Path, kv_format: str):
     for one, other in zip(found, expected, strict=True):
         # A GPU multiplies queries and sealed keys in float16.
         same = agreement(one, other)
-        assert same.gap is None or same.gap < 0.3, same
+        assert same.tokens >= min(5, TOKENS), same
+        assert same.drift < 0.05, same
     if not INTERPRETED:
         eager = kernel_engine(gpt_oss, graphs=False, kv_format=kv_format, **PAGES)
         again = answers(eager, prompts, TOKENS)
@@ -151,7 +152,9 @@ TEXTS = (
 def test_the_built_in_mixture_speaks_as_on_the_host(dense_format: str):
     """A trained model: eight streams together, one at a time, and the host's tokens in float32."""
     path = Path(headrace.__file__).parent / "embedded" / "tiny"
-    engine = kernel_engine(path, graphs=True, dense_format=dense_format)
+    # Of at most 16 rows each is computed as if it were alone; longer chunks only in float32 nearly so.
+    chunks = {} if dense_format == "f32" else {"max_batch_tokens": 16}
+    engine = kernel_engine(path, graphs=True, dense_format=dense_format, **chunks)
     prompts = [engine._tokenizer.encode(text) for text in TEXTS]
     together = greedy(engine, prompts, together=True)
     assert together == greedy(engine, prompts, together=False)
