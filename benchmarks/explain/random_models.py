@@ -6,6 +6,7 @@ tokens are drawn at random: greedy output of random weights repeats itself, and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -149,7 +150,7 @@ def expert_runtime(
     shape = ExecutorShape(placement, 1, geo.TOP_K, slots)
     executor = make_executor(
         device, store, shape, Activation("swiglu_clamped"), threads=threads,
-        cpus=tuple(range(1, threads + 1)), rates=rates,
+        cpus=tuple(sorted(os.sched_getaffinity(0))[1 : threads + 1]), rates=rates,
     )  # fmt: skip
     return executor, LiveExperts(executor, RateTracker(rates))
 
