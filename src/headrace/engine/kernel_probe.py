@@ -1,8 +1,9 @@
 """Rates that this engine's kernels reach here, on matrices and caches of a model's shapes, but not its own.
 
 ``explain.kernel_rates`` predicts steps from them. Everything is read cold, as in a step: matrices and
-caches take turns over more memory than caches hold. Each call is timed by itself and a low quantile
-kept, so that neighbours on the machine matter little; two to four seconds.
+caches take turns over more memory than caches hold, and a call is made after others have filled them.
+Each call is timed by itself and the median kept, as of the steps that are compared with it: neighbours
+on the machine slow both. Two to four seconds.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ FILLING = 60
 
 def probe_kernels(ops: OpSet, model: RunningModel) -> dict[str, Rate]:
     """Every rate that predicting this model's steps takes, by name."""
-    tiny, row = packed("f32", TINY_ROWS, TINY_COLS), torch.ones(1, TINY_COLS)
-    call_s = _each([tiny], lambda matrix: ops.linear(row, matrix), 400)
+    call_s = _call_s(ops)
     rates = {"op_call": measured_rate(call_s, "s", "a product too small to wake threads")}
     for ident, probe in class_probes(ops, model).items():
         one, many = probe.rates(call_s)
@@ -74,6 +74,17 @@ def probe_kernels(ops: OpSet, model: RunningModel) -> dict[str, Rate]:
     return rates
 
 
+def _call_s(ops: OpSet) -> float:
+    """Seconds of a call from Python that comes after a matrix has been through the caches."""
+    tiny, row = packed("f32", TINY_ROWS, TINY_COLS), torch.ones(1, TINY_COLS)
+    large = [packed("f32", EDGE // 2, EDGE // 2) for _ in range(COLD_NBYTES // (EDGE * EDGE))]
+    wide, turn = torch.ones(1, EDGE // 2), itertools.cycle(large)
+    return _each(
+        [tiny], lambda matrix: ops.linear(row, matrix), 200,
+        before=lambda: ops.linear(wide, next(turn)),
+    )  # fmt: skip
+
+
 def packed(name: str, rows: int, cols: int, device: torch.device | None = None) -> PackedTensor:
     """A matrix of format ``name`` whose bytes are all written, so that they lie in memory."""
     layout = load_formats()[name].layout((rows, cols))
@@ -89,16 +100,22 @@ def packed(name: str, rows: int, cols: int, device: torch.device | None = None) 
     return PackedTensor(name, (rows, cols), parts)
 
 
-def _each(items: Sequence[T], call: Callable[[T], object], rounds: int = ROUNDS) -> float:
-    """Seconds of one call, each with the next of ``items``: the tenth part of the times is below."""
+def _each(
+    items: Sequence[T],
+    call: Callable[[T], object],
+    rounds: int = ROUNDS,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Median seconds of one call, each with the next of ``items`` and after ``before``."""
     times: list[float] = []
     for turn in range(rounds + 1):
         for item in items:
+            before()
             start = time.perf_counter()
             call(item)
             if turn:
                 times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 10]
+    return sorted(times)[len(times) // 2]
 
 
 @dataclass(frozen=True)
