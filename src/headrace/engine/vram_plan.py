@@ -18,6 +18,9 @@ CONTEXT_NBYTES = 640 * 2**20
 RESERVE_NBYTES = 128 * 2**20
 # Parts that decoding attention cuts a row's keys into at most (ops.triton.attention_decode).
 _ATTENTION_PARTS = 128
+# What prefill attention lays a past out in at most, for heads of this size and chunks of so many rows
+# (ops.triton.prefill_layout).
+_LAID_OUT_NBYTES, _LAID_OUT_DIM, _LAID_OUT_ROWS = 128 * 2**20, 128, 512
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ def gpu_workspace_nbytes(
 ) -> int:
     """Bytes that the largest step needs beside weights and KV: an upper bound.
 
-    The host's count, the same activations in the dense type beside it (what cuBLAS multiplies), and
-    the parts that decoding attention leaves.
+    The host's count, the same activations in the dense type beside it (what cuBLAS multiplies), the
+    parts that decoding attention leaves, and the past that prefill attention lays out.
     """
     step = workspace_nbytes(
         spec,
@@ -108,7 +111,12 @@ def gpu_workspace_nbytes(
         backend="triton",
     )
     attention = max_num_seqs * spec.num_heads * _ATTENTION_PARTS * (spec.head_dim + 2) * 4
-    return step + step // 2 + attention
+    laid_out = 0
+    if spec.head_dim == _LAID_OUT_DIM and max_batch_tokens >= _LAID_OUT_ROWS:
+        sequences = min(max_num_seqs, max_batch_tokens // _LAID_OUT_ROWS)
+        rows = sequences * (context + _LAID_OUT_DIM)  # whole tiles of keys, 2 bytes a number
+        laid_out = min(_LAID_OUT_NBYTES, 4 * spec.num_kv_heads * spec.head_dim * rows)
+    return step + step // 2 + attention + laid_out
 
 
 def graphs_nbytes(spec: ModelSpec, *, max_num_seqs: int) -> int:

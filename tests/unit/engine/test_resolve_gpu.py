@@ -10,7 +10,12 @@ from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.engine.kv_choice import KVSupport
 from headrace.engine.resolve import GpuSupport, resolve
-from headrace.engine.vram_plan import CONTEXT_NBYTES, VramPlan, dense_nbytes
+from headrace.engine.vram_plan import (
+    CONTEXT_NBYTES,
+    VramPlan,
+    dense_nbytes,
+    gpu_workspace_nbytes,
+)
 from headrace.experts.slab import slab_layout
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
@@ -314,3 +319,15 @@ def test_mixed_block_types_lie_in_slots_of_the_longest_slice():
     assert "1,000 MB become" in dense.reason
     without = GpuSupport(None, frozenset({"q4_k"}))
     assert not choose(of, support=without, stored=stored, experts="gpu").slots
+
+
+@pytest.mark.parametrize(("context", "laid_out"), [(1024, 4_718_592), (131_072, 134_217_728)])
+def test_the_past_that_prefill_lays_out_is_counted(context: int, laid_out: int) -> None:
+    """By hand: 1,024 tokens and a tile of 128, keys and values, 8 heads of 128, 2 bytes; 128 MiB at most."""
+    spec = smollm2(num_heads=32, num_kv_heads=8, head_dim=128, rope=RopeSpec(theta=1e5, dim=128))
+    fewer, few, enough = (
+        gpu_workspace_nbytes(spec, context=context, max_batch_tokens=n, max_num_seqs=1)
+        for n in (510, 511, 512)
+    )
+    # Everything else grows alike from one row to the next.
+    assert enough - few - (few - fewer) == pytest.approx(laid_out, abs=2)
