@@ -86,7 +86,7 @@ def run_case(
 def smollm2(device: CudaDevice, machine: MachineProfile, rounds: int) -> Case:
     of, context = models.smollm2_spec(), max(SMALL_CONTEXTS) + STEPS + 64
     of = replace(of, max_context=context)
-    decoder = models.build(of, models.decoder_ops(device), device, None, context)
+    decoder = residency.build(of, models.decoder_ops(device), device, None, context)
     engine = models.engine_of("SmolLM2-135M, random weights", of, decoder, device, context)
     return run_case("smollm2", engine, machine, SMALL_CONTEXTS, rounds)
 
@@ -98,7 +98,7 @@ def gpt_oss(
     of, context = residency.spec(layers), max(LARGE_CONTEXTS) + STEPS + 64
     store = random_store(geo.layout(), layers, geo.EXPERTS, seed=1, threads=16, pin=True)
     later, threads = models.Later(), machine.best_threads or 14
-    decoder = models.build(of, models.decoder_ops(device), device, later, context)
+    decoder = residency.build(of, models.decoder_ops(device), device, later, context)
     kv = models.new_kv(of, context, device)
     rates = path_rates(StartingRates(machine.rates), store.layout.format, store.layout.slice_nbytes)
     assert rates is not None

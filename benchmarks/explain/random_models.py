@@ -28,17 +28,9 @@ from headrace.experts.live import LiveExperts
 from headrace.experts.rates import RateTracker
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
-from headrace.formats.base import PackedTensor
 from headrace.kv.storage import allocate_kv
-from headrace.layers.attention import Attention, AttentionShape, AttentionWeights
-from headrace.layers.dense import DenseFeedForward
-from headrace.layers.linear import Linear
-from headrace.layers.moe import Mixture, MixtureExecutor
-from headrace.layers.norm import Norm
-from headrace.layers.rope import build_rope_table
-from headrace.layers.router import Router
 from headrace.machine.device import Device
-from headrace.models.decoder import Decoder, DecoderLayer
+from headrace.models.decoder import Decoder
 from headrace.ops.records import Activation, LayerKV
 from headrace.ops.registry import OpSet, resolve
 from headrace.text.tokenizer import load_tokenizer
@@ -67,63 +59,6 @@ class Later:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return self.target(layer, x, ids, weights)
-
-
-def build(
-    of: ModelSpec, ops: OpSet, device: Device, executor: MixtureExecutor | None, context: int
-) -> Decoder:
-    """Matrices are bfloat16 with deviation 1 / sqrt(columns); routers are float32."""
-    target = device.torch_device
-    generator = torch.Generator(target).manual_seed(3)
-
-    def matrix(rows: int, cols: int) -> PackedTensor:
-        data = torch.empty(rows, cols, dtype=torch.bfloat16, device=target)
-        data.normal_(0.0, cols**-0.5, generator=generator)
-        return PackedTensor("bf16", (rows, cols), {"data": data})
-
-    def vector(size: int, scale: float = 0.1) -> torch.Tensor:
-        return torch.randn(size, device=target, generator=generator) * scale
-
-    def norm() -> Norm:
-        return Norm(ops, torch.ones(of.hidden, device=target), of.norm_eps)
-
-    def mixture(index: int) -> Mixture:
-        assert of.moe is not None
-        assert executor is not None
-        rows = torch.randn(of.moe.num_experts, of.hidden, device=target, generator=generator)
-        packed = PackedTensor("f32", tuple(rows.shape), {"data": rows * of.hidden**-0.5})
-        linear = Linear(ops, packed, vector(of.moe.num_experts))
-        return Mixture(index, index, Router(ops, linear, of.moe), executor)
-
-    table = build_rope_table(of.rope, context, device=target)
-    queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
-    layers: list[DecoderLayer] = []
-    for index, layer in enumerate(of.layers):
-        biases = (vector(n) for n in (queries, keys, keys, of.hidden)) if of.qkv_bias else ()
-        weights = AttentionWeights(
-            matrix(queries, of.hidden), matrix(keys, of.hidden), matrix(keys, of.hidden),
-            matrix(of.hidden, queries), *biases,
-            sinks=vector(of.num_heads, 1.0) if of.sinks else None,
-        )  # fmt: skip
-        shape = AttentionShape(of.num_heads, of.num_kv_heads, of.head_dim, layer.window)
-        feed_forward = (
-            mixture(index)
-            if layer.moe
-            else DenseFeedForward(
-                ops, matrix(of.intermediate, of.hidden), matrix(of.intermediate, of.hidden),
-                matrix(of.hidden, of.intermediate), Activation(of.activation),
-            )
-        )  # fmt: skip
-        attention = Attention(ops, weights, shape, table, of.norm_eps)
-        layers.append(DecoderLayer(ops, norm(), attention, norm(), feed_forward))
-    if of.tie_embeddings:
-        embed = head = matrix(of.vocab, of.hidden)
-    else:  # a step needs a row of it: it stays in host memory, as the loader leaves it
-        head = matrix(of.vocab, of.hidden)
-        rows = device.pinned(of.vocab, of.hidden, dtype=torch.bfloat16)
-        rows.copy_(head.parts["data"])
-        embed = PackedTensor("bf16", (of.vocab, of.hidden), {"data": rows})
-    return Decoder(of, ops, embed, layers, norm(), head, context)
 
 
 class _Texts:

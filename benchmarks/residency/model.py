@@ -1,4 +1,4 @@
-"""A decoder of the gpt-oss-120b geometry with random dense weights, around any mixture executor."""
+"""Decoders with random dense weights, around any mixture executor, and the gpt-oss-120b geometry."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from benchmarks.residency import geometry as geo
 from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.formats.base import PackedTensor
 from headrace.layers.attention import Attention, AttentionShape, AttentionWeights
+from headrace.layers.dense import DenseFeedForward
 from headrace.layers.linear import Linear
 from headrace.layers.moe import Mixture, MixtureExecutor
 from headrace.layers.norm import Norm
@@ -15,6 +16,7 @@ from headrace.layers.rope import build_rope_table
 from headrace.layers.router import Router
 from headrace.machine.device import Device
 from headrace.models.decoder import Decoder, DecoderLayer
+from headrace.ops.records import Activation
 from headrace.ops.registry import OpSet
 
 CONTEXT = 16_384
@@ -44,8 +46,18 @@ def spec(layers: int) -> ModelSpec:
     )
 
 
-def build(of: ModelSpec, ops: OpSet, device: Device, executor: MixtureExecutor) -> Decoder:
-    """Matrices are bfloat16 with deviation 1 / sqrt(columns); the embedding stays in pinned RAM."""
+def build(
+    of: ModelSpec,
+    ops: OpSet,
+    device: Device,
+    executor: MixtureExecutor | None,
+    context: int = CONTEXT,
+) -> Decoder:
+    """Matrices are bfloat16 with deviation 1 / sqrt(columns), routers float32; an embedding of its own stays
+    in pinned RAM, since a step needs a row of it.
+
+    executor: of the mixtures; None where there are none.
+    """
     target = device.torch_device
     generator = torch.Generator(target).manual_seed(3)
 
@@ -60,31 +72,44 @@ def build(of: ModelSpec, ops: OpSet, device: Device, executor: MixtureExecutor) 
     def norm() -> Norm:
         return Norm(ops, torch.ones(of.hidden, device=target), of.norm_eps)
 
-    table = build_rope_table(of.rope, CONTEXT, device=target)
+    def mixture(index: int) -> Mixture:
+        assert of.moe is not None
+        assert executor is not None
+        rows = torch.randn(of.moe.num_experts, of.hidden, device=target, generator=generator)
+        packed = PackedTensor("f32", tuple(rows.shape), {"data": rows * of.hidden**-0.5})
+        linear = Linear(ops, packed, vector(of.moe.num_experts))
+        return Mixture(index, index, Router(ops, linear, of.moe), executor)
+
+    def dense() -> DenseFeedForward:
+        sides = [matrix(of.intermediate, of.hidden) for _ in range(2)]
+        down = matrix(of.hidden, of.intermediate)
+        return DenseFeedForward(ops, *sides, down, Activation(of.activation))
+
+    def embedding() -> PackedTensor:
+        data = device.pinned(of.vocab, of.hidden, dtype=torch.bfloat16)
+        step = 16_384
+        for start in range(0, of.vocab, step):
+            rows = data[start : start + step]
+            rows.copy_(torch.randn(rows.shape, device=target, generator=generator).bfloat16())
+        return PackedTensor("bf16", (of.vocab, of.hidden), {"data": data})
+
+    table = build_rope_table(of.rope, context, device=target)
     queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
     layers: list[DecoderLayer] = []
     for index, layer in enumerate(of.layers):
+        biases = (vector(n) for n in (queries, keys, keys, of.hidden)) if of.qkv_bias else ()
         weights = AttentionWeights(
             matrix(queries, of.hidden),
             matrix(keys, of.hidden),
             matrix(keys, of.hidden),
             matrix(of.hidden, queries),
-            *(vector(n) for n in (queries, keys, keys, of.hidden)),
-            sinks=vector(of.num_heads, 1.0),
+            *biases,
+            sinks=vector(of.num_heads, 1.0) if of.sinks else None,
         )
         shape = AttentionShape(of.num_heads, of.num_kv_heads, of.head_dim, layer.window)
         attention = Attention(ops, weights, shape, table, of.norm_eps)
-        assert of.moe is not None
-        router = torch.randn(geo.EXPERTS, of.hidden, device=target, generator=generator)
-        packed = PackedTensor("f32", tuple(router.shape), {"data": router * of.hidden**-0.5})
-        mixture = Mixture(
-            index, index, Router(ops, Linear(ops, packed, vector(geo.EXPERTS)), of.moe), executor
-        )
-        layers.append(DecoderLayer(ops, norm(), attention, norm(), mixture))
-    embed = device.pinned(of.vocab, of.hidden, dtype=torch.bfloat16)
-    step = 16_384
-    for start in range(0, of.vocab, step):
-        rows = embed[start : start + step]
-        rows.copy_(torch.randn(rows.shape, device=target, generator=generator).bfloat16())
-    packed = PackedTensor("bf16", (of.vocab, of.hidden), {"data": embed})
-    return Decoder(of, ops, packed, layers, norm(), matrix(of.vocab, of.hidden), CONTEXT)
+        feed_forward = mixture(index) if layer.moe else dense()
+        layers.append(DecoderLayer(ops, norm(), attention, norm(), feed_forward))
+    embed = None if of.tie_embeddings else embedding()
+    head = matrix(of.vocab, of.hidden)
+    return Decoder(of, ops, head if embed is None else embed, layers, norm(), head, context)
