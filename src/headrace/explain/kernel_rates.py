@@ -72,15 +72,6 @@ class Predicted:
         return sum(self.classes.values())
 
 
-def has_kernel_rates(machine: MachineProfile, model: RunningModel) -> bool:
-    """Whether the probe has been run for this model's formats."""
-    try:
-        predict(model, StepRows(((1, 1),), 1), machine)
-    except MachineError:
-        return False
-    return True
-
-
 def predict(
     model: RunningModel,
     rows: StepRows,

@@ -8,7 +8,7 @@ import pytest
 from headrace.core.errors import MachineError
 from headrace.explain import advice, leaf
 from headrace.explain.cost import price
-from headrace.explain.kernel_rates import has_kernel_rates, predict
+from headrace.explain.kernel_rates import predict
 from headrace.explain.running_cost import RunningModel, StepRows, decode_rows, running_cost
 from headrace.machine.profile import MachineProfile
 from tests.fixtures.running_models import KERNELS, dense_model, machine
@@ -108,8 +108,9 @@ def test_prediction_by_the_kernels_rates():
 
 def test_prediction_names_the_rate_that_is_missing():
     bare = machine()
-    assert not has_kernel_rates(bare, dense_model())
-    assert has_kernel_rates(machine(**KERNELS), dense_model())
+    assert predict(dense_model(), StepRows(((1, 1),), 1), machine(**KERNELS)).seconds > 0
+    with pytest.raises(MachineError, match="kernel_"):
+        predict(dense_model(), StepRows(((1, 1),), 1), bare)
     with pytest.raises(MachineError, match="kernel_"):
         predict(dense_model(), decode_rows(1, 5), bare)
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from headrace.ops.records import AttentionBatch, LayerKV
-from headrace.ops.triton import tuning
+from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
@@ -224,7 +224,7 @@ def attention_decode(
     seen = window or 2**31 - 1
     tuned = decode_tuning(q.device, dim, sealed=False)
     swapped = exact or tuned.swapped
-    overlaps = tuning.overlaps(q.device)
+    overlaps = can_overlap(q.device)
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,

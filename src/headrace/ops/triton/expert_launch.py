@@ -34,7 +34,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_FAILED,
     STATE_SEQ,
 )
-from headrace.ops.triton.expert_state import COPY_WORDS, PlanState
+from headrace.ops.triton.expert_state import COPY_WORDS, PlanState, power_of_two
 from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.unpack import GROUPS
 
@@ -284,9 +284,5 @@ def _warps(columns: int, most: int) -> tuple[int, int]:
     return split, max(split, most)
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def _columns_at_once(columns: int) -> int:
-    return min(MAX_COLUMNS, _power_of_two(columns))
+    return min(MAX_COLUMNS, power_of_two(columns))

@@ -30,9 +30,10 @@ from headrace.ops.triton import sealed_decode_cuda
 from headrace.ops.triton.attention_decode import num_parts
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
+from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.sealed_append import half_width, open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
-from headrace.ops.triton.tuning import decode_tuning, overlaps
+from headrace.ops.triton.tuning import decode_tuning
 
 # Programs of a row: what 132 multiprocessors run at a time, four each.
 PART_PROGRAMS = 512
@@ -277,7 +278,7 @@ def sealed_attention_decode(
     nvfp4 = cache.key_scales is not None
     shifts = torch.empty(rows * kv_heads * max_pages * width if nvfp4 else 1, device=q.device)
     tuned = decode_tuning(q.device, dim, sealed=True)
-    overlapping = overlaps(q.device)
+    overlapping = can_overlap(q.device)
     sealed_part_kernel[(rows, kv_heads, programs)](
         q, *parts_of(cache),
         cache.open_keys, cache.open_values, batch.block_tables, where.pages, batch.context_lens,

@@ -92,11 +92,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may be started before the one ahead of it has ended (compute capability 9.0)."""
-    return capability(device) >= (9, 0)
-
-
 def decode_tuning(device: torch.device, dim: int, *, sealed: bool) -> DecodeTuning:
     """The launch of decoding over heads of ``dim``."""
     kind = "sealed" if sealed else "plain"
