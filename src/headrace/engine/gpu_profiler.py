@@ -245,22 +245,22 @@ class GpuStepProfiler(StepProfiler):
         if mode == "launched":
             times = self._marks.seconds(len(self._labels))
             for label, seconds in zip(self._labels, times):
-                self._add(label, seconds)
+                self._add(label, 1, seconds)
             # What the host needs to start the GPU's work and to fetch its result.
-            self._add(leaf.LAUNCHES, max(waited - sum(times), 0.0))
+            self._add(leaf.LAUNCHES, 1, max(waited - sum(times), 0.0))
         elif mode == "marked":
             found = self._recorded[size]
             times = self._marks.seconds(len(found.labels))
             cost_s = self._cost_of_a_mark(sum(times), found)
             for label, seconds in zip(found.labels, times):
-                self._add(label, max(seconds - cost_s, 0.0))
+                self._add(label, 1, max(seconds - cost_s, 0.0))
         elif mode == "bracket":
             span = self._marks.seconds(1)[0]
             found = self._recorded[size]
             if found.warm:
                 found.spans_s.append(span)
                 del found.spans_s[:-KEPT]
-                self._add(leaf.LAUNCHES, max(waited - span, 0.0))
+                self._add(leaf.LAUNCHES, 1, max(waited - span, 0.0))
             found.warm = True
         if mode in ("launched", "marked"):
             return super().take(plan, host)
@@ -270,11 +270,10 @@ class GpuStepProfiler(StepProfiler):
         """Without what costs time to work out: every step of a server would pay for it."""
         for name, seconds in ranges.items():
             if name in RANGE_CLASSES:
-                self._add(RANGE_CLASSES[name], seconds)
+                self._add(RANGE_CLASSES[name], 1, seconds)
         self.rows = rows_of(plan)
-        seen, self._seen = self._seen, {}
         none = MovedBytes()
-        return tuple(ClassStats(i, int(calls), 0, none, s) for i, (calls, s) in seen.items())
+        return tuple(ClassStats(i, calls, 0, none, s) for i, (calls, s) in self.classes().items())
 
     def _cost_of_a_mark(self, total_s: float, found: _Recorded) -> float:
         """What a mark took in this step: its kernel, and the overlap of those before and behind it.
