@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import geometric_mean
@@ -35,18 +35,15 @@ from headrace.machine.profile import Rate
 
 OUT = Path(__file__).parents[1] / "results" / "explain" / "against_ourselves.json"
 STEPS, ROUNDS = 24, 5
-PROBES = (
-    2  # before a round; of each rate the better one counts: a neighbour can only make it slower
-)
+PROBES = 3  # before a round: of each rate the median
 
 
-def better(one: Mapping[str, Rate], other: Mapping[str, Rate]) -> dict[str, Rate]:
-    """The faster of each rate."""
-    found: dict[str, Rate] = {}
-    for name, rate in one.items():
-        pick = min if rate.unit == "s" else max
-        found[name] = pick(rate, other[name], key=lambda r: r.value)
-    return found
+def middle_rates(probes: Sequence[Mapping[str, Rate]]) -> dict[str, Rate]:
+    """The median of each rate. (The fastest would be what steps reach on a quiet machine only.)"""
+    return {
+        name: sorted((one[name] for one in probes), key=lambda rate: rate.value)[len(probes) // 2]
+        for name in probes[0]
+    }
 
 
 def drift(before: Mapping[str, Rate], after: Mapping[str, Rate]) -> float:
@@ -69,10 +66,7 @@ def main() -> int:
     base = this_machine(probe_machine(), engine.info.threads)
 
     def probe() -> dict[str, Rate]:
-        found = probe_engine(engine)
-        for _ in range(PROBES - 1):
-            found = better(found, probe_engine(engine))
-        return found
+        return middle_rates([probe_engine(engine) for _ in range(PROBES)])
 
     rates = probe()
     for number in range(args.rounds):

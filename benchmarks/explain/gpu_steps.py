@@ -153,6 +153,7 @@ def report(cases: Sequence[Case], machine: MachineProfile, out: Path | None) -> 
             print(f"{case.name}: {lines(row, 0)[0]}")
             print(f"    error over {len(rows)} rounds: {errors[0]:+.1%} to {errors[-1]:+.1%}")
             inside = abs(row.error) <= BAR and abs(row.sum_error) <= SUM_BAR
+            inside &= row.watch_cost <= WATCH_BAR
             passed &= inside
             if not inside:
                 print(f"    {context}: not within the bar")
