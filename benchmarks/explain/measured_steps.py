@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
@@ -18,18 +18,18 @@ from headrace.engine.explaining import Watch, cached_experts, report_of
 from headrace.experts.live import LiveExperts
 from headrace.explain.kernel_rates import Predicted, predict
 from headrace.explain.running_cost import RunningModel, decode_rows
-from headrace.machine.profile import MachineProfile
+from headrace.machine.profile import MachineProfile, Rate
 
 BAR, SUM_BAR, WATCH_BAR = 0.15, 0.03, 0.02
 WARM_UP = 4  # steps of a request that are not counted
-PAIRS = 3  # of an unwatched and a watched run, in turns: the same steps, minutes of drift apart from none
+PAIRS = 4  # of an unwatched and a watched run, in turns: the same steps, minutes of drift apart from none
 
 
 @dataclass(frozen=True)
 class Row:
     """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap of the
     report against a clock around its steps; watch_cost: of the mean step, the same steps watched and not,
-    each the median of its runs; hit_rate: predicted with it, None without experts in host memory."""
+    each the fastest of its runs; hit_rate: predicted with it, None without experts in host memory."""
 
     context: int
     predicted_s: float
@@ -95,8 +95,17 @@ def predicted(
     return predict(model, decode_rows(1, context), machine, experts)
 
 
-def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -> Row:
-    """Warm up, predict, run unwatched and watched in turns, and compare."""
+def measure(
+    engine: Engine,
+    machine: MachineProfile,
+    context: int,
+    steps: int,
+    probe_again: Callable[[], Mapping[str, Rate]] | None = None,
+) -> Row:
+    """Warm up, predict, run unwatched and watched in turns, and compare.
+
+    probe_again: rates that change within seconds, taken just before predicting.
+    """
     prompt = prompt_of(context, engine.info.vocab)
     run(engine, request(f"warm-{context}", prompt, steps))
     hits = None
@@ -105,6 +114,8 @@ def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -
         run(engine, request(f"count-{context}", prompt, steps))
         after = hits_of(engine)
         hits = (after[0] - before[0]) / max(after[1] - before[1], 1)
+    if probe_again is not None:
+        machine = replace(machine, rates={**machine.rates, **probe_again()})
     profiler = engine.watch_classes(True)
     assert profiler is not None
     model = profiler.model
@@ -143,8 +154,9 @@ def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -
 
 
 def _by_position(runs: Sequence[Sequence[float]]) -> list[float]:
-    """The median of each step of runs alike: what interrupts one of them does not count."""
-    return [median(same) for same in zip(*runs, strict=True)]
+    """Each step's fastest of runs alike: what else interrupts them does not count. (The host's part of a step
+    doubled and halved within seconds where others used the same machine; H200, 2026-11-30.)"""
+    return [min(same) for same in zip(*runs, strict=True)]
 
 
 def middle(rows: Sequence[Row]) -> Row:
