@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import geometric_mean
@@ -26,6 +26,7 @@ from benchmarks.explain.measured_steps import (
     lines,
     measure,
     middle,
+    middle_rates,
 )
 from benchmarks.foundation.common import load_engine
 from headrace.engine.probes import probe_engine
@@ -36,14 +37,6 @@ from headrace.machine.profile import Rate
 OUT = Path(__file__).parents[1] / "results" / "explain" / "against_ourselves.json"
 STEPS, ROUNDS = 24, 5
 PROBES = 3  # before a round: of each rate the median
-
-
-def middle_rates(probes: Sequence[Mapping[str, Rate]]) -> dict[str, Rate]:
-    """The median of each rate. (The fastest would be what steps reach on a quiet machine only.)"""
-    return {
-        name: sorted((one[name] for one in probes), key=lambda rate: rate.value)[len(probes) // 2]
-        for name in probes[0]
-    }
 
 
 def drift(before: Mapping[str, Rate], after: Mapping[str, Rate]) -> float:

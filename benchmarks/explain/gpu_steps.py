@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from benchmarks.explain.measured_steps import (
     lines,
     measure,
     middle,
+    middle_rates,
 )
 from benchmarks.residency import geometry as geo
 from benchmarks.residency import model as residency
@@ -39,10 +39,11 @@ from headrace.engine.probes import probe_engine, probe_gpu_host
 from headrace.experts.random_store import random_store
 from headrace.experts.store import HostStore
 from headrace.machine.device import CudaDevice
-from headrace.machine.profile import MachineProfile
+from headrace.machine.profile import MachineProfile, Rate
 
 GIB = 1 << 30
 STEPS = 64
+HOST_PROBES = 3  # before a row: what the host takes doubles and halves within seconds
 CASES = ("smollm2", "offloaded", "resident")
 SMALL_CONTEXTS, LARGE_CONTEXTS = (1000, 8000), (1000, 32000)
 # Beside the slots: CUDA's own memory, the graphs, activations of a prompt's part.
@@ -76,9 +77,13 @@ def run_case(
     print(f"{name}: kernels probed in {spent:.1f} s", flush=True)
     known = replace(machine, rates={**machine.rates, **rates})
     rows: dict[int, list[Row]] = {context: [] for context in contexts}
+
+    def hosts() -> dict[str, Rate]:
+        return middle_rates([probe_gpu_host(engine.parts) for _ in range(HOST_PROBES)])
+
     for _ in range(rounds):
         for context in contexts:
-            row = measure(engine, known, context, STEPS, partial(probe_gpu_host, engine.parts))
+            row = measure(engine, known, context, STEPS, hosts)
             rows[context].append(row)
             print(f"{name} " + "\n".join(lines(row, 14)), flush=True)
     return Case(name, rows, spent, {n: r.value for n, r in rates.items()})

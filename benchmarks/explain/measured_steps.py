@@ -159,6 +159,14 @@ def _by_position(runs: Sequence[Sequence[float]]) -> list[float]:
     return [min(same) for same in zip(*runs, strict=True)]
 
 
+def middle_rates(probes: Sequence[Mapping[str, Rate]]) -> dict[str, Rate]:
+    """The median of each rate. (The fastest would be what steps reach on a quiet machine only.)"""
+    return {
+        name: sorted((one[name] for one in probes), key=lambda rate: rate.value)[len(probes) // 2]
+        for name in probes[0]
+    }
+
+
 def middle(rows: Sequence[Row]) -> Row:
     """The round whose error is the median, with the medians of what noise moves."""
     ordered = sorted(rows, key=lambda row: row.error)
