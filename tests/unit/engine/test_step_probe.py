@@ -19,6 +19,12 @@ from headrace.ops.registry import OpSet, resolve
 from tests.fixtures.running_models import dense_model, machine
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("STEPS", 4), ("WARM_UP", 1), ("COLD_NBYTES", 1), ("CONTEXTS", (32, 64))):
+        monkeypatch.setattr(probing, name, value)
+
+
 def loaded(backend: str) -> tuple[RunningModel, OpSet]:
     engine = Engine.load(EngineConfig("tiny", context=64, device="cpu", threads=2, backend=backend))
     profiler = engine.watch_classes(True)
@@ -73,9 +79,7 @@ def test_as_few_layers_are_timed_as_read_more_than_caches_hold():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_step_is_predicted_from_what_is_probed(backend: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(probing, "CONTEXTS", (32, 64))
-    monkeypatch.setattr(probing, "STEPS", 8)
+def test_a_step_is_predicted_from_what_is_probed(backend: str, quick: None):
     model, ops = loaded(backend)
     rates = probe_steps(ops, model)
     assert all(rate.value > 0 for rate in rates.values())
@@ -87,9 +91,7 @@ def test_a_step_is_predicted_from_what_is_probed(backend: str, monkeypatch: pyte
     assert found.seconds > rates["step_host"].value
 
 
-def test_of_a_cache_that_is_quantised_attention_is_not_predicted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(probing, "CONTEXTS", (32, 64))
-    monkeypatch.setattr(probing, "STEPS", 8)
+def test_of_a_cache_that_is_quantised_attention_is_not_predicted(quick: None):
     model, ops = loaded("reference")
     sealed = next(name for name, made in FORMATS.items() if made.sealed)
     rates = probe_steps(ops, replace(model, kv_format=sealed))
