@@ -147,6 +147,7 @@ class ServiceFault(IntEnum):
     DIE = 1
     HANG = 2
     FAIL = 3
+    LATE = 4  # wait until the others have answered
 
 
 @dataclass(frozen=True)

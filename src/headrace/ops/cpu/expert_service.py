@@ -125,6 +125,7 @@ class NativeExpertService:
     ) -> None:
         _check_block(layouts[0], block, fields)
         _check_options(options)
+        self.threads = options.threads
         self._block = block
         self._abort = block[fields.abort : fields.abort + 4].view(torch.int32)
         self._native = _native.ExpertService(
@@ -215,6 +216,21 @@ class NativeExpertService:
     def tune_tiles(self, *, tokens: int, pairs: int) -> None:
         """Use matrix tiles for items of so many pairs in requests of so many tokens. For benchmarks."""
         self._native.set_tile_use(tokens, pairs)
+
+    def share_work(self, *, help_others: bool, yield_waiting: bool) -> None:
+        """Whether threads take over others' work, and offer their CPU while they wait. For benchmarks."""
+        self._native.set_helping(help_others)
+        self._native.set_yielding(yield_waiting)
+
+    def log_rounds(self, rounds: int) -> torch.Tensor:
+        """Note the times of the newest rounds from now on; for benchmarks.
+
+        Returns int64 [rounds, 3 + 6 * threads], rewritten while the service runs; native/round_log.h
+        says what the columns are. Row n % rounds is the n-th round's.
+        """
+        self._log = torch.zeros(rounds, 3 + 6 * self.threads, dtype=torch.int64)
+        self._native.start_log(self._log.data_ptr(), rounds)
+        return self._log
 
     def read_only(self, on: bool) -> None:
         """Read the items' bytes instead of computing: the yardstick of benchmarks."""
