@@ -10,7 +10,7 @@ namespace headrace {
 namespace {
 
 constexpr int64_t kUnitColumns = 4;  // columns of the intermediate dimension that stay together
-constexpr int64_t kHiddenUnit = 16;  // rows of down: a cache line of `out`
+constexpr int64_t kHiddenUnit = 4;   // rows of down that stay together, as the products take them
 constexpr int64_t kStripRows = 64;    // rows computed before their results are used: one block of columns
 constexpr int64_t kStripTokens = 32;
 // What a unit costs with n tokens, so that workers are given equal shares: max(kReadCost, n * kTokenCost). Two
@@ -19,8 +19,10 @@ constexpr int64_t kStripTokens = 32;
 constexpr int64_t kReadCost = 5, kTokenCost = 2;
 constexpr int64_t kTiledCost = 8;  // pairs that add one to kReadCost where tiles are used
 constexpr int64_t kTermAlignment = 64;
-constexpr int64_t kLeastUnits = 2;     // of gate and up in a piece of work: 24 KB of MXFP4, 5 us of a thread's reading
-constexpr int64_t kQuantisePiece = 4;  // blocks
+// The smallest pieces of work: 5 us of a thread's reading, 24 KB of MXFP4 in gate and up and, with some ten items, about as
+// many in down. Smaller ones end closer together but read worse.
+constexpr int64_t kLeastUnits = 2, kLeastHiddenUnits = 2;
+constexpr int64_t kQuantisePiece = 3;  // blocks
 
 int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -288,7 +290,7 @@ int64_t ExpertCompute::gate_up(int worker) {
 
 int64_t ExpertCompute::down(int worker) {
   int64_t done = 0;
-  const auto piece = [](int64_t, int64_t left) { return std::min(kStripRows / kHiddenUnit, std::max<int64_t>(1, left / 2)); };
+  const auto piece = [](int64_t, int64_t left) { return std::min(kStripRows / kHiddenUnit, std::max(kLeastHiddenUnits, left / 2)); };
   for (UnitRange r{}; work_[kDown].take(worker, piece, r); done += r.size())
     down_rows(r.first * kHiddenUnit, std::min(layout_.hidden, r.last * kHiddenUnit), std::min(layout_.hidden, r.end * kHiddenUnit), worker);
   return done;

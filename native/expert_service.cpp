@@ -66,7 +66,7 @@ struct ExpertService::State {
   std::atomic<bool> read_only{false};
   std::atomic<bool> yields{true};
   RoundLog log;
-  std::atomic<int> exited{0};
+  std::atomic<int> placed{0}, exited{0};
   std::atomic<ServiceFault> fault{ServiceFault::none};
   std::atomic<int> fault_worker{-1};
   std::atomic<float> read_sink{0.0f};
@@ -256,6 +256,7 @@ struct ExpertService::State {
 
   static void run(const std::shared_ptr<State>& s, int worker) {
     pin(s->options.cpus, worker);
+    s->placed.fetch_add(1);
     try {
       if (worker == 0) s->lead();
       else s->follow(worker);
@@ -280,6 +281,8 @@ void ExpertService::start() {
   if (!threads_.empty()) throw std::logic_error("expert service: started twice");
   if (state_->exited.load() != 0) throw std::logic_error("expert service: stopped services do not start again");
   for (int i = 0; i < state_->options.threads; ++i) threads_.emplace_back(State::run, state_, i);
+  // So that whoever looks at the process's threads afterwards sees their names and CPUs.
+  while (state_->placed.load() < state_->options.threads) std::this_thread::yield();
 }
 
 bool ExpertService::stop(double timeout_s) {

@@ -7,11 +7,13 @@ instruction set, for any number of threads, and for a token alone or among other
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from headrace.core.errors import ConfigError, InternalError, MachineError
+from headrace.machine.reserved_cpus import CpuReservation
 from headrace.ops.cpu import _native
 from headrace.ops.cpu.arguments import checked
 from headrace.ops.cpu.control import num_threads
@@ -126,6 +128,9 @@ class NativeExpertService:
         _check_block(layouts[0], block, fields)
         _check_options(options)
         self.threads = options.threads
+        self._reservation = CpuReservation(options.cpus or ())
+        self._released = weakref.finalize(self, self._reservation.release)
+        self._released.atexit = False
         self._block = block
         self._abort = block[fields.abort : fields.abort + 4].view(torch.int32)
         self._native = _native.ExpertService(
@@ -148,7 +153,12 @@ class NativeExpertService:
         )
 
     def start(self) -> None:
-        """Start the threads; a request that is there already is answered. Once only."""
+        """Start the threads; a request that is there already is answered. Once only.
+
+        Threads with CPUs of their own (``ServiceOptions.cpus``) keep them until ``stop``: see
+        ``machine.reserved_cpus``.
+        """
+        self._reservation.take()
         self._native.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -157,7 +167,9 @@ class NativeExpertService:
         Raises:
             MachineError: a thread did not end in time. Its memory, the block among it, is kept for ever.
         """
-        if self._native.stop(timeout_s):
+        ended = self._native.stop(timeout_s)
+        self._released()
+        if ended:
             return
         _native.keep_forever(self._block)
         raise MachineError(
