@@ -162,20 +162,23 @@ int64_t ExpertCompute::hidden_cut(int worker) const {
 
 bool ExpertCompute::run(Phase phase, int worker) {
   const int64_t done = phase == kQuantise ? quantise(worker) : phase == kGateUp ? gate_up(worker) : down(worker);
-  return work_[phase].finish(done);
+  const bool last = work_[phase].finish(done);
+  if (phase != kDown) ask_first_rows(static_cast<Phase>(phase + 1), worker, reading_.far_nbytes);
+  return last;
 }
 
-// The first rows travel while activations are quantised.
-void ExpertCompute::ask_first_rows(int worker) const {
-  const int64_t unit = work_[kGateUp].begin_of(worker), i = unit / units_;
+// What a worker will read first in a phase: it travels while the one before is completed by all.
+void ExpertCompute::ask_first_rows(Phase phase, int worker, int64_t nbytes) const {
+  const int64_t unit = work_[phase].begin_of(worker), i = phase == kGateUp ? unit / units_ : 0;
   if (i >= static_cast<int64_t>(items_.size())) return;
-  const Matrix& m = items_[static_cast<size_t>(i)].slice.gate_up;
-  const uint8_t* p = m.data + 2 * (unit % units_) * kUnitColumns * m.row_nbytes;
-  for (int64_t at = 0; at < reading_.near_nbytes; at += 64) __builtin_prefetch(p + at);
+  const SliceView& slice = items_[static_cast<size_t>(i)].slice;
+  const uint8_t* p = phase == kGateUp ? slice.gate_up.data + 2 * (unit % units_) * kUnitColumns * slice.gate_up.row_nbytes
+                                      : slice.down.data + hidden_cut(worker) * slice.down.row_nbytes;
+  for (int64_t at = 0; at < nbytes; at += 64) __builtin_prefetch(p + at, 0, 2);  // into the L2 cache
 }
 
 int64_t ExpertCompute::quantise(int worker) {
-  ask_first_rows(worker);
+  ask_first_rows(kGateUp, worker, reading_.near_nbytes);
   const int64_t tiles = tiled_ ? tiles_->input_units() : 0;
   int64_t done = 0;
   const auto piece = [](int64_t, int64_t left) { return std::min(kQuantisePiece, left); };

@@ -88,7 +88,7 @@ class ExpertCompute {
   void share();
   int64_t unit_cut(int worker) const;
   int64_t hidden_cut(int worker) const;
-  void ask_first_rows(int worker) const;
+  void ask_first_rows(Phase phase, int worker, int64_t nbytes) const;
   int64_t quantise(int worker);
   void quantise_blocks(int64_t first, int64_t last);
   int64_t gate_up(int worker);

@@ -89,7 +89,7 @@ void bind_experts(nb::module_& m) {
       .def("awake", &ExpertService::awake)
       .def("stats", [](const ExpertService& s) {
         const ServiceStats t = s.stats();
-        return std::make_tuple(t.requests, t.refused, t.nbytes, t.busy_s);
+        return std::make_tuple(t.requests, t.refused, t.nbytes, t.busy_s, t.square_nbytes, t.nbytes_s);
       })
       .def("request", &ExpertService::request, nb::call_guard<nb::gil_scoped_release>())
       .def("set_reading", [](ExpertService& s, int rows, int64_t near_nbytes, int64_t far_nbytes) {

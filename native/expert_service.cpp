@@ -71,7 +71,9 @@ struct ExpertService::State {
   std::atomic<int> fault_worker{-1};
   std::atomic<float> read_sink{0.0f};
 
+  // Of the answered requests; written by whoever answers, one after the other.
   std::atomic<int64_t> requests{0}, refused{0}, nbytes{0}, busy_ns{0};
+  std::atomic<double> square_nbytes{0.0}, nbytes_s{0.0};
 
   bool over() const { return stopping.load(std::memory_order_relaxed) || failed.load(std::memory_order_relaxed); }
   void ring() {
@@ -131,8 +133,12 @@ struct ExpertService::State {
   // Whoever ends the last phase: counts the request, so that whoever sees the answer sees it counted.
   void answer(uint64_t n) {
     requests.fetch_add(1, std::memory_order_relaxed);
-    nbytes.fetch_add(compute.nbytes(), std::memory_order_relaxed);
-    busy_ns.fetch_add(std::chrono::nanoseconds(Clock::now() - started).count(), std::memory_order_relaxed);
+    const int64_t read = compute.nbytes(), took = std::chrono::nanoseconds(Clock::now() - started).count();
+    nbytes.fetch_add(read, std::memory_order_relaxed);
+    busy_ns.fetch_add(took, std::memory_order_relaxed);
+    const auto size = static_cast<double>(read);
+    square_nbytes.store(square_nbytes.load(std::memory_order_relaxed) + size * size, std::memory_order_relaxed);
+    nbytes_s.store(nbytes_s.load(std::memory_order_relaxed) + size * static_cast<double>(took) * 1e-9, std::memory_order_relaxed);
     log.head(n, 2, RoundLog::now());
     word(block.ack).store(seq, std::memory_order_release);
     answered.store(n, std::memory_order_release);
@@ -320,7 +326,8 @@ int ExpertService::awake() const {
 
 ServiceStats ExpertService::stats() const {
   const State& s = *state_;
-  return {s.requests.load(), s.refused.load(), s.nbytes.load(), static_cast<double>(s.busy_ns.load()) * 1e-9};
+  return {s.requests.load(), s.refused.load(), s.nbytes.load(), static_cast<double>(s.busy_ns.load()) * 1e-9,
+          s.square_nbytes.load(), s.nbytes_s.load()};
 }
 
 double ExpertService::request(double timeout_s) {

@@ -31,6 +31,7 @@ struct ServiceOptions {
 struct ServiceStats {
   int64_t requests, refused, nbytes;
   double busy_s;  // from seeing a request to its last row
+  double square_nbytes, nbytes_s;  // sums over requests: bytes squared, bytes times busy seconds
 };
 
 // What a test makes one thread do when the next request comes.
