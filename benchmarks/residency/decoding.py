@@ -189,7 +189,12 @@ def settled_rates(
     assert live.tracker is not None
     found = live.tracker.rates
     executor.set_rates(found)
-    return {"pcie": found.pcie_gbps, "cpu": found.cpu_gbps, "split": executor.table}
+    return {
+        "pcie": found.pcie_gbps,
+        "cpu": found.cpu_gbps,
+        "cpu_latency_us": found.cpu_latency_s * 1e6,
+        "split": executor.table,
+    }
 
 
 def alternating(
