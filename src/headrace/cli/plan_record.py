@@ -29,6 +29,7 @@ def record(
         "machine": dataclasses.asdict(plan.machine),
         "workload": dataclasses.asdict(plan.workload),
         "fits": plan.fits,
+        "sequences_at_once": plan.at_once,
         "mode": layout.mode,
         "short_nbytes": layout.short_nbytes,
         "layout": {"used": layout.used, "capacity": layout.capacity},

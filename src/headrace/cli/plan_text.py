@@ -84,6 +84,8 @@ def _head(plan: Plan) -> list[str]:
         size += f", {spec.active_weights / 1e9:,.3g} billion of them a token"
     tokens = f"{work.context:,} {'token' if work.context == 1 else 'tokens'}"
     users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
+    if plan.at_once < work.concurrency:
+        users += f", {plan.at_once:,} of them at a time"
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
@@ -98,8 +100,8 @@ def _answer(plan: Plan) -> list[str]:
         return found
     tokens = interval(speed.tokens_s)
     each = ""
-    if plan.workload.concurrency > 1:
-        each = f" together, {speed.tokens_s.expected / plan.workload.concurrency:.3g} each"
+    if plan.at_once > 1:
+        each = f" together, {number(speed.tokens_s.expected / plan.at_once)} each"
     found += _labelled("speed", [f"{tokens} tok/s{each}"])
     first = interval(speed.ttft_s)
     found += _labelled("", [f"{first} s to the first token of {plan.workload.prompt:,}"])
@@ -232,6 +234,8 @@ def comparison(plans: Sequence[Plan]) -> list[str]:
             [format_size(p.layout.short_nbytes) if p.layout.short_nbytes else "-" for p in plans],
         )
     )
+    if any(p.workload.concurrency > 1 for p in plans):
+        rows.append(("at a time", [f"{p.at_once:,}" for p in plans]))
     rows.append(("tok/s", [number(p.speed.tokens_s.expected) if p.speed else "-" for p in plans]))
     rows.append(("  at least", [number(p.speed.tokens_s.low) if p.speed else "-" for p in plans]))
     rows.append(("  at most", [number(p.speed.tokens_s.high) if p.speed else "-" for p in plans]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
-from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, lay_out
+from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, fewer_at_once, lay_out
 from headrace.explain.catalogue.functions import distinct
 from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape
@@ -47,13 +47,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a machine under a workload. ``speed`` is None where it does not fit."""
+    """A model on a machine under a workload. ``speed`` is None where it does not fit.
+
+    at_once: sequences that run at a time; the others wait
+    """
 
     spec: PlanSpec
     machine: MachineProfile
     workload: Workload
     layout: Layout
     speed: Speed | None
+    at_once: int
 
     @property
     def fits(self) -> bool:
@@ -76,9 +80,24 @@ def make_plan(
     _check(spec, workload)
     layout = lay_out(spec, machine, workload)
     if layout.mode == "none":
-        return Plan(spec, machine, workload, layout, None)
+        return Plan(spec, machine, workload, layout, None, workload.concurrency)
     model = engine or engine_model("headrace")
-    return Plan(spec, machine, workload, layout, _speed(spec, machine, workload, layout, model))
+
+    layouts = {workload.concurrency: layout}
+    if machine.gpu is not None and workload.concurrency > 1 and layout.mode != "vram":
+        layouts |= fewer_at_once(spec, machine, workload)
+
+    def decoding(count: int) -> _Decoding:
+        work = replace(workload, concurrency=count)
+        return _decoding(spec, machine, work, layouts[count], model)
+
+    decodings = {count: decoding(count) for count in layouts}
+    at_once = max(layouts, key=lambda count: decodings[count].tokens_s)
+    layout = layouts[at_once]
+    speed = _speed(
+        spec, machine, replace(workload, concurrency=at_once), layout, model, decodings[at_once]
+    )
+    return Plan(spec, machine, workload, layout, speed, at_once)
 
 
 def _check(spec: PlanSpec, workload: Workload) -> None:
@@ -158,13 +177,24 @@ def placement_of(
     )
 
 
-def _speed(
+@dataclass(frozen=True)
+class _Decoding:
+    """A decoding step of all sequences, as expected."""
+
+    tokens_s: float
+    hits: HitRate
+    share: float
+    step: StepTime
+    at: Callable[[float], StepTime]  # the step at another hit rate
+
+
+def _decoding(
     spec: PlanSpec,
     machine: MachineProfile,
     workload: Workload,
     layout: Layout,
     engine: EngineModel,
-) -> Speed:
+) -> _Decoding:
     hits = hit_rate(spec, layout.resident, engine)
     kept = hit_rate(spec, min(1.0, layout.resident + layout.ram_share), engine).expected
     # Half of the context is cached in the middle of a conversation: the mean over its tokens.
@@ -177,17 +207,29 @@ def _speed(
     share = 0.0
     if layout.mode in ("ram", "disk"):
         share = _best_share(lambda one: decode(hits.expected, one).seconds)
-    middle = decode(hits.expected, share)
-    slow, fast = decode(hits.low, share).seconds, decode(hits.high, share).seconds
-    batch = workload.concurrency
+    step = decode(hits.expected, share)
+    tokens_s = workload.concurrency / step.seconds
+    return _Decoding(tokens_s, hits, share, step, lambda rate: decode(rate, share))
+
+
+def _speed(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layout: Layout,
+    engine: EngineModel,
+    decoding: _Decoding,
+) -> Speed:
+    hits, batch = decoding.hits, workload.concurrency
+    slow, fast = decoding.at(hits.low).seconds, decoding.at(hits.high).seconds
     tokens = Interval(
         batch / slow * (1 - engine.spread),
-        batch / middle.seconds,
+        decoding.tokens_s,
         batch / fast * (1 + engine.spread),
     )
     prefill, seconds = prefill_time(spec, machine, workload, layout, engine)
     ttft = Interval(seconds * (1 - engine.spread), seconds, seconds * (1 + engine.spread))
-    return Speed(tokens, ttft, hits, share, middle, prefill)
+    return Speed(tokens, ttft, hits, decoding.share, decoding.step, prefill)
 
 
 def _best_share(seconds: Callable[[float], float]) -> float:

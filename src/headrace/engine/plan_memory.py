@@ -6,7 +6,7 @@ memory cannot hold on the disk; everything in host memory, computed by the CPU. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headrace.core.plan_spec import PlanSpec
@@ -116,6 +116,35 @@ def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layo
     if machine.gpu is None:
         return Layout("none", {"ram": everything}, capacity, resident=0.0, short={"ram": short})
     return _too_small(spec, everything, capacity)
+
+
+def fewer_at_once(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> dict[int, Layout]:
+    """Layouts with fewer of the sequences at a time, the others waiting, by how many run.
+
+    What admission makes of a load whose KV cache would push weights out of VRAM: the most sequences beside
+    all weights in VRAM, the most that a GPU with experts in host memory takes, and fewer, which leave more
+    slots to the experts. These are the same for every load, so that a larger one is never the slower.
+    """
+
+    def laid_out(count: int) -> Layout:
+        return lay_out(spec, machine, replace(workload, concurrency=count))
+
+    counts = {n for n in _round_counts(workload.concurrency) if n < workload.concurrency}
+    for modes in (("vram",), ("vram", "ram")):
+        low, high = 0, workload.concurrency
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if laid_out(middle).mode in modes else (low, middle)
+        counts |= {low} - {0}
+    found = {count: laid_out(count) for count in counts}
+    whole = max((n for n, layout in found.items() if layout.mode == "vram"), default=0)
+    return {n: layout for n, layout in found.items() if n == whole or layout.mode == "ram"}
+
+
+def _round_counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ...: up to ``most``."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted(n for n in {*powers, *(3 * p for p in powers)} if n <= most)
 
 
 def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, int]) -> Layout:

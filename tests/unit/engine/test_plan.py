@@ -152,6 +152,40 @@ def test_concurrency_shares_weights():
     assert eight.layout.used["vram"]["KV cache"] == 8 * one.layout.used["vram"]["KV cache"]
 
 
+def test_sequences_that_vram_does_not_hold_wait():
+    work = Workload(2048, 40, "bf16", 1024)
+    found = plan("opt-13b", "a100", work)
+    spec, layout = found.spec, found.layout
+    # 80 GB less weights, reserve and what a step needs; 40 layers x 2 x 5,120 x 2 bytes a token
+    one = 2048 * 819_200
+    fixed = spec.weights_nbytes + VRAM_RESERVE_NBYTES
+    fixed += workspace_nbytes(spec, replace(work, concurrency=found.at_once))
+    assert found.at_once == (80 * 10**9 - fixed) // one
+    assert 20 < found.at_once < 40
+    assert layout.mode == "vram"
+    assert layout.used["vram"]["KV cache"] == found.at_once * one
+    half = plan("opt-13b", "a100", replace(work, concurrency=20))
+    assert half.at_once == 20
+    assert half.speed.tokens_s.expected < found.speed.tokens_s.expected
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [
+        ("gpt-oss-20b", "rtx-4090"),  # from VRAM to experts in host memory
+        ("gpt-oss-20b", "rtx-5070-ti"),
+        ("qwen3-30b-a3b", "a100"),  # from there to the CPU
+        ("llama-3-8b", "rtx-3090"),  # from VRAM to the CPU
+        ("minimax-m2", "b200+ram=512GiB"),
+    ],
+)
+def test_more_sequences_never_make_fewer_tokens(model, machine):
+    context = min(32768, bundled_model(model).spec().max_context)
+    speeds = [plan(model, machine, Workload(context, n)).speed for n in (1, 2, 5, 8, 16, 31)]
+    tokens = [speed.tokens_s.expected for speed in speeds]
+    assert tokens == sorted(tokens)
+
+
 def test_what_would_bring_it_into_vram_is_said():
     said = faster_ways(plan("llama-3.1-70b", "h100"))
     # 70.55 billion weights: 141 GB in 16 bits, half of it in 8, beside caches in 80 GB
