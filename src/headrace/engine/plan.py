@@ -22,6 +22,8 @@ from headrace.machine.profile import MachineProfile
 # The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
 # Fixed, so that a faster part never makes a plan slower.
 SHARES = tuple(i / 16 for i in range(17))
+# Chunks of which the CPU computes a part (experts.building.MAX_CPU_TOKENS).
+SHORT_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,8 @@ def prefill_time(
 ) -> tuple[StepTime, float]:
     """The last chunk's step, and the seconds of all chunks of one prompt.
 
-    Resident experts are not copied; the others travel once a chunk.
+    Resident experts are not copied; the others travel once a chunk. A short chunk takes both paths, with
+    the best share of ``SHARES``.
     """
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
     kept = min(1.0, layout.resident + layout.ram_share)
@@ -265,7 +268,16 @@ def prefill_time(
     done, seconds, last = 0, 0.0, None
     while done < workload.prompt:
         size = min(CHUNK_TOKENS, workload.prompt - done)
-        last = step_time(spec, StepShape("prefill", 1, size, done), place, machine, engine)
+        shape = StepShape("prefill", 1, size, done)
+
+        def timed(share: float, shape: StepShape = shape) -> StepTime:
+            routed = replace(place, routed=True, fetch_share=share)
+            return step_time(spec, shape, routed, machine, engine)
+
+        if size <= SHORT_CHUNK and layout.mode in ("ram", "disk"):
+            last = timed(_best_share(lambda share: timed(share).seconds))
+        else:
+            last = step_time(spec, shape, place, machine, engine)
         seconds, done = seconds + last.seconds, done + size
     assert last is not None
     return last, seconds

@@ -21,8 +21,9 @@ VRAM_RESERVE_NBYTES = 750 * 10**6
 SYSTEM_RESERVE_NBYTES = 3 * 10**9
 # Share of one memory for both that the GPU may use: macOS's default limit. Estimate.
 UNIFIED_GPU_SHARE = 0.75
-# Tokens of the longest prefill chunk, which sets the workspace.
-CHUNK_TOKENS = 8192
+# Tokens of the longest prefill chunk, which sets the workspace: what the engine takes on a GPU
+# (resolve_gpu.DEFAULT_MAX_BATCH_TOKENS). Experts in host memory travel once for each.
+CHUNK_TOKENS = 2048
 
 Mode = Literal["vram", "ram", "disk", "cpu", "none"]
 
@@ -167,7 +168,10 @@ def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, i
     }
     if not spec.sparse:
         other = sum(everything.values()) - capacity["ram"]
-        lack = {"ram": other} if other < lack["vram"] else {"vram": lack["vram"]}
+        if other < lack["vram"]:
+            short = {"ram": other}
+            return Layout("none", {"ram": everything}, capacity, resident=0.0, short=short)
+        lack = {"vram": lack["vram"]}
     short = {tier: nbytes for tier, nbytes in lack.items() if nbytes}
     return Layout("none", {"vram": gpu, "ram": host}, capacity, resident=0.0, short=short)
 

@@ -8,11 +8,19 @@ import pytest
 
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
-from headrace.engine.plan import fetch_share, make_plan, with_rate
+from headrace.engine.plan import SHORT_CHUNK, fetch_share, make_plan, with_rate
 from headrace.engine.plan_changes import alternatives, changes, faster_ways
 from headrace.engine.plan_hits import expected_hit_rate
-from headrace.engine.plan_memory import VRAM_RESERVE_NBYTES, Workload, workspace_nbytes
+from headrace.engine.plan_memory import (
+    CHUNK_TOKENS,
+    VRAM_RESERVE_NBYTES,
+    Workload,
+    workspace_nbytes,
+)
+from headrace.engine.resolve_gpu import DEFAULT_MAX_BATCH_TOKENS
+from headrace.experts.building import MAX_CPU_TOKENS
 from headrace.explain.engine_model import engine_model
+from headrace.explain.leaf import EXPERTS_CPU
 from headrace.machine.known import known_machine
 
 WORK = Workload(4096, prompt=1024)
@@ -199,3 +207,41 @@ def test_one_memory_has_no_link():
     assert "+8 GB of memory" in names
     assert "memory twice as fast" in names
     assert not any("link" in name or "VRAM" in name for name in names)
+
+
+def test_a_chunk_is_the_engines():
+    assert CHUNK_TOKENS == DEFAULT_MAX_BATCH_TOKENS
+    assert SHORT_CHUNK == MAX_CPU_TOKENS
+    one = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=2048)).speed.ttft_s.expected
+    four = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=8192)).speed.ttft_s.expected
+    assert four == pytest.approx(4 * one, rel=0.05)  # the experts travel four times
+
+
+def test_a_short_prompt_takes_both_paths():
+    box = "rtx-4090+pcie4x4+ddr5-4800-12ch"
+    found = plan("gpt-oss-120b", box, Workload(8192, prompt=1))
+    spec = found.spec
+    ids = {one.leaf.id for one in found.speed.prefill.leaves if one.exposed_s > 0}
+    # 4 of 128 experts in 36 layers, less what is resident, come over PCIe 4.0 x4 in this time
+    missing = 36 * 4 * (1 - found.layout.resident) * spec.expert_nbytes
+    assert found.speed.ttft_s.expected < 0.5 * missing / 7.88e9
+    assert EXPERTS_CPU in ids
+    # and no sooner than a decoding step, which finds more of its experts in VRAM
+    assert found.speed.ttft_s.expected > found.speed.decode.seconds
+
+
+def test_a_plan_on_the_disk_says_what_would_help():
+    found = plan("deepseek-v3", "rtx-4090", Workload(8192))
+    waits = found.speed.decode.by_resource()
+    assert sum(waits.values()) == pytest.approx(found.speed.decode.seconds)
+    gains = {change.name: change.factor for change in changes(found)}
+    # a wait that is halved: 1 / (1 - d / 2) where d is the disk's share, less what the other path allows
+    share = waits["disk"] / found.speed.decode.seconds
+    assert 0.5 < share < 0.95
+    assert 0.9 / (1 - share / 2) < gains["disk twice as fast"] <= 1 / (1 - share / 2)
+    assert gains["+32 GB of host memory"] > 1
+
+
+def test_a_table_shows_the_memory_that_is_short():
+    layout = plan("llama-3.1-70b", "rtx-3090").layout
+    assert layout.total("ram") - layout.capacity["ram"] == layout.short["ram"]
