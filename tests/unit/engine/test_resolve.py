@@ -221,3 +221,14 @@ def test_workspace_grows_with_what_it_is_made_of():
     assert workspace_nbytes(spec(), **{**base, "max_batch_tokens": 4096}) > small
     assert workspace_nbytes(spec(), **{**base, "max_num_seqs": 512}) > 512 * 49152 * 4
     assert workspace_nbytes(spec(), **{**base, "backend": "reference"}) > 2 * 49152 * 576 * 4
+
+
+def test_planned_memory_by_purpose():
+    found = choose(weights=100_000_000)
+    assert found.memory == {
+        "host": {
+            "weights": 100_000_000,
+            "kv": found.plan.kv_nbytes,
+            "workspace": found.plan.workspace_nbytes,
+        }
+    }
