@@ -18,6 +18,8 @@ from headrace.cli import plan_here
 from headrace.cli.main import main
 from headrace.cli.plan_here import complete, describe, part_of
 from headrace.core.config_library import bundled_model
+from headrace.engine.plan import make_plan
+from headrace.engine.plan_memory import Layout, Workload
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.known import known_machine
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
@@ -73,6 +75,24 @@ def test_picture(tmp_path, capsys):
     assert "VRAM" in text
     rects = [float(r.get("width", "0")) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert all(width >= 0 for width in rects)
+    # 12.8 GB of slots in 17.2 GB, as wide as that of the bar of 860 pixels
+    layout = make_plan_of("gpt-oss-120b", "rtx-5070-ti")
+    slots = layout.used["vram"]["expert slots"] / layout.capacity["vram"] * 860
+    assert any(width == pytest.approx(slots, abs=0.1) for width in rects)
+
+
+def test_a_picture_marks_what_is_there_where_more_is_asked_for(tmp_path, capsys):
+    file = tmp_path / "layout.svg"
+    said(capsys, "llama-3.1-70b", "--machine", "rtx-3090", "--picture", str(file))
+    layout = make_plan_of("llama-3.1-70b", "rtx-3090")
+    end = 20 + 860 * layout.capacity["ram"] / layout.total("ram")
+    paths = ET.fromstring(file.read_text("utf-8")).iter("{http://www.w3.org/2000/svg}path")
+    assert [p.get("d", "")[1:].split()[0] for p in paths] == [f"{end:.1f}"]
+
+
+def make_plan_of(model: str, machine: str) -> Layout:
+    spec = bundled_model(model).spec()
+    return make_plan(spec, known_machine(machine), Workload(8192)).layout
 
 
 def test_a_folder_and_a_profile(tmp_path, capsys):
