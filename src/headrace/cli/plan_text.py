@@ -79,9 +79,9 @@ def _head(plan: Plan) -> list[str]:
     parts += [machine.link.name] if machine.link else []
     parts.append(machine.host.cpu)
     box = ", ".join(parts)
-    size = f"{spec.total_weights / 1e9:,.4g} billion weights"
+    size = f"{_count(spec.total_weights, 4)} weights"
     if spec.sparse:
-        size += f", {spec.active_weights / 1e9:,.3g} billion of them a token"
+        size += f", {_count(spec.active_weights, 3)} of them a token"
     tokens = f"{work.context:,} {'token' if work.context == 1 else 'tokens'}"
     users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
     if plan.at_once < work.concurrency:
@@ -91,6 +91,12 @@ def _head(plan: Plan) -> list[str]:
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
         *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
     ]
+
+
+def _count(number: int, digits: int) -> str:
+    """``116.8 billion``, ``15.01 million``."""
+    size, word = (number / 1e9, "billion") if number >= 10**9 else (number / 1e6, "million")
+    return f"{size:,.{digits}g} {word}"
 
 
 def _answer(plan: Plan) -> list[str]:

