@@ -30,7 +30,8 @@ def add_parser(commands: Commands) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="bundled name (`headrace plan --models`), folder with config.json, or .gguf file",
+        help="bundled name (`headrace plan --models`), folder with config.json, .gguf file, or hub id "
+        "(owner/name: only its config.json is downloaded)",
     )
     add(
         "--machine",

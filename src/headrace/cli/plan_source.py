@@ -19,7 +19,7 @@ THIS = "this"
 
 
 def read_model(ref: str) -> PlanSpec:
-    """A bundled name, a folder with config.json, or a .gguf file.
+    """A bundled name, a folder with config.json, a .gguf file, or a hub id, of which config.json is read.
 
     Raises:
         HeadraceError: nothing of that name is here, or it cannot be read.
@@ -29,22 +29,26 @@ def read_model(ref: str) -> PlanSpec:
         return _read_folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return _read_checkpoint(str(path), path.stem)
-    if ref.lower() not in bundled_names():
+    if ref.rsplit("/", 1)[-1].lower() not in bundled_names():
         from headrace.checkpoint.aliases import ALIASES
+        from headrace.checkpoint.hub import fetch_config, parse_reference
 
         if ref in ALIASES:
             return _read_checkpoint(ref, ref)
+        reference = parse_reference(ref)
+        if reference is not None and reference.file is None and reference.quant is None:
+            return _read_folder(fetch_config(reference), ref.rsplit("/", 1)[-1])
     return bundled_model(ref).spec()
 
 
-def _read_folder(path: Path) -> PlanSpec:
+def _read_folder(path: Path, name: str = "") -> PlanSpec:
     config = _read_object(path / "config.json")
     quantised = path / "hf_quant_config.json"  # ModelOpt's, where config.json does not say it
     if not config.get("quantization_config") and quantised.is_file():
         inner = _read_object(quantised).get("quantization")
         if isinstance(inner, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **inner}
-    return spec_from_config(config, path.resolve().name)
+    return spec_from_config(config, name or path.resolve().name)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
