@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from headrace.cli.sizes import format_size
 from headrace.engine.plan import Interval, Plan
 from headrace.engine.plan_changes import Change
+from headrace.experts.simulate import Prediction
 from headrace.explain.resources import TITLES
 from headrace.explain.step_time import StepTime
 
@@ -39,9 +40,16 @@ PURPOSES = {"lm_head": "output head", "dense": "feed-forward", "norm": "norms"}
 NO_GAIN = 0.005  # changes of less are named together
 
 
-def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list[str]:
+def lines(
+    plan: Plan,
+    changes: Sequence[Change],
+    nearest: Sequence[str],
+    replayed: Prediction | None = None,
+) -> list[str]:
     """The whole report."""
     found = [*_head(plan), "", *_answer(plan)]
+    if replayed is not None:
+        found += _labelled("replayed", _replay(replayed))
     if nearest:
         found += _labelled("faster" if _is_at_home(plan) else "nearest", list(nearest))
     found += ["", *_memory(plan)]
@@ -51,6 +59,19 @@ def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list
     if notes:
         found += ["", *_labelled("notes", [line for text in notes for line in _wrapped(text)])]
     return found
+
+
+def _replay(found: Prediction) -> list[str]:
+    """What the routing of a text makes of the plan."""
+    fetched, computed = (
+        format_size(n / max(1, found.num_steps)) for n in (found.fetched_nbytes, found.cpu_nbytes)
+    )
+    idle = ", ".join(f"{name} {found.idle[name]:.0%}" for name in ("gpu", "pcie", "cpu"))
+    return [
+        f"{number(found.steps_per_s)} tok/s over {found.num_steps:,} tokens of the routing, "
+        f"{found.hit_rate:.0%} of look-ups served",
+        f"{fetched} a token fetched, {computed} computed by the CPU; idle: {idle}",
+    ]
 
 
 def tiers_of(plan: Plan) -> dict[str, str]:

@@ -137,14 +137,19 @@ def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
     B_P is what the link delivers; B_C what the CPU works through meanwhile: its kernels' rate, or what
     the fetches leave of the memory channels, whichever is less.
     """
+    link, cpu = path_rates(machine, engine)
+    return link / (link + cpu) if link + cpu else 0.0
+
+
+def path_rates(machine: MachineProfile, engine: EngineModel) -> tuple[float, float]:
+    """GB/s that the link delivers and the CPU works through, beside each other."""
     link = _gbps(machine, "pcie_h2d", "pcie", engine)
     channels = _gbps(machine, "dram_read", "dram", engine)
     kernels = channels * engine.kernel.get("dram", 1.0)
     cpu = min(kernels, max(0.0, channels - link))
     if "dram_read_overlapped" in machine.rates:
         cpu = machine.rates["dram_read_overlapped"].value * engine.kernel.get("dram", 1.0)
-    link = min(link, channels)
-    return link / (link + cpu) if link + cpu else 0.0
+    return min(link, channels), cpu
 
 
 def _gbps(machine: MachineProfile, rate: str, resource: str, engine: EngineModel) -> float:
