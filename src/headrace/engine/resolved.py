@@ -71,3 +71,23 @@ class Resolved:
     def kv_nbytes(self) -> int:
         """Bytes of the KV pool, wherever it is."""
         return self.plan.kv_nbytes if self.vram is None else self.vram.kv_nbytes
+
+    @property
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Planned bytes by memory ("host", "gpu") and purpose, without what is reserved for others.
+
+        "weights" of a host beside a GPU are the experts that are kept there.
+        """
+        plan, vram = self.plan, self.vram
+        host = {"weights": plan.weights_nbytes, "kv": plan.kv_nbytes}
+        found = {"host": {**host, "workspace": plan.workspace_nbytes}}
+        if vram is not None:
+            found["gpu"] = {
+                "weights": vram.weights_nbytes,
+                "experts": vram.experts_nbytes,
+                "kv": vram.kv_nbytes,
+                "workspace": vram.workspace_nbytes,
+                "graphs": vram.graphs_nbytes,
+                "context": vram.context_nbytes,
+            }
+        return found

@@ -85,7 +85,7 @@ def choose_threads(
         raise ConfigError(
             f"--threads is {requested}; it must be at least 1",
             hint="leave it out to let Headrace choose",
-            param="threads",
+            param="--threads",
         )
     if requested > threads:
         warnings = (
