@@ -93,7 +93,7 @@ EXAMPLES: dict[str, Example] = {
     "decode_bf16": Example(
         attention_decode.part_kernel,
         {**_PLAIN, "WIDE": 128, "PAGE": 32, "GROUP": 16, "MIN_PART": 128, "PARTS": 32,
-         "SWAPPED": False, "OVERLAPS": False},
+         "SWAPPED": False, "OVERLAPS": False, "AHEAD": 0, "LINES": 2},
         num_stages=5,
     ),
     "decode_fp8": Example(sealed_decode.sealed_part_kernel, {**_FP8, **_PARTS}),
