@@ -58,7 +58,14 @@ def run_show(args: argparse.Namespace) -> int:
 
     made = lower(args.name, args.arch)
     if not (args.summary or args.json):
-        print(made.texts[args.stage or DEFAULT_STAGE])
+        stage = args.stage or DEFAULT_STAGE
+        if stage not in made.texts:
+            raise ConfigError(
+                f"kernel {made.name} has no stage {stage}: Gluon begins with ttgir",
+                hint=f"--stage {' or '.join(made.texts)}",
+                param="--stage",
+            )
+        print(made.texts[stage])
         return 0
     summary = {
         "kernel": made.name,

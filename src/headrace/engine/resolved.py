@@ -32,7 +32,8 @@ class Resolved:
     converted to at load, None to leave them as stored. experts: "gpu" (all in GPU memory), "hybrid",
     "stream" or "cpu". slots: experts lie in slots of the expert cache, in ``vram.experts_nbytes``
     bytes; else they are part of the model. plan: host memory; vram: GPU memory. expert_ram_nbytes: host
-    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. kv_pool:
+    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. expert_cpus:
+    one for each thread of the CPU's experts, None: where the system puts them. kv_pool:
     what is allocated, on a GPU with the padding's block; kv_rank: residual scalars per token; kv_key:
     what cached prefixes depend on beside their tokens.
     """
@@ -60,6 +61,7 @@ class Resolved:
     expert_ram_nbytes: int = 0
     pin_budget_nbytes: int | None = None
     expert_disk: str | None = None
+    expert_cpus: tuple[int, ...] | None = None
 
     @property
     def kv_tokens(self) -> int:

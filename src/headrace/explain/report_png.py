@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.explain.report import ExplainReport
+from headrace.explain.report import ABOVE_ROOF, ExplainReport
 from headrace.explain.report_text import LETTERS
 
 
@@ -61,7 +61,10 @@ def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> 
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs a byte")
     axes.set_ylabel("FLOP/s")
-    axes.set_title(f"{report.model} on {report.machine}: {report.phase}")
+    title = f"{report.model} on {report.machine}: {report.phase}"
+    if any(rate > min(peak, memory * at) / ABOVE_ROOF for _, at, rate in points):
+        title += "\nabove the roof, which is main memory's: read from caches"
+    axes.set_title(title)
     try:
         figure.savefig(path, dpi=120, bbox_inches="tight")
     finally:
