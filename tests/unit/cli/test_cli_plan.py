@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -337,3 +338,14 @@ def test_no_speed_has_an_exponent(capsys):
         capsys, "opt-13b", "--machine", "rtx-4090", "--context", "2048", "--concurrency", "9"
     )
     assert "e+0" not in text
+
+
+def test_small_sizes_are_not_called_a_tenth_of_a_gigabyte(tmp_path, capsys):
+    gpu = known_machine("rtx-4090").gpu
+    assert gpu is not None
+    box = tmp_path / "box.json"
+    small = replace(gpu, memory_nbytes=760 * 10**6)  # 10 MB beside the reserve
+    replace(known_machine("rtx-4090"), gpu=small).save(box)
+    text = said(capsys, "tiny", "--machine", str(box), "--context", "64")
+    (line,) = [line for line in text.splitlines() if line.startswith("faster")]
+    assert re.search(r"stored as \w+ \(\d+ MB\)", line)
