@@ -126,9 +126,7 @@ def test_ids_are_printed_whole(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", ["decode-attention", "moe-experts"])
-def test_a_machine_without_a_gpu_says_so(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_machine_without_a_gpu_says_so(name: str, capsys: pytest.CaptureFixture[str]):
     text = output(capsys, "show", name, "--machine", "ddr5-5600-dual")
     assert "not priced on ddr5-5600-dual: the machine has no GPU, which this class runs on" in text
     data = json.loads(output(capsys, "show", name, "--machine", "ddr5-5600-dual", "--json"))
