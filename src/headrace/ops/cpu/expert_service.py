@@ -132,7 +132,8 @@ class NativeExpertService:
         self._released = weakref.finalize(self, self._reservation.release)
         self._released.atexit = False
         self._block = block
-        self._abort = block[fields.abort : fields.abort + 4].view(torch.int32)
+        # As an array: every step looks at it several times, and a tensor's item takes microseconds.
+        self._abort = block[fields.abort : fields.abort + 4].view(torch.int32).numpy()
         self._native = _native.ExpertService(
             [_native_layout(layout) for layout in layouts],
             list(bases),
@@ -199,7 +200,7 @@ class NativeExpertService:
 
     def fault(self) -> ExpertFault:
         """What ``abort`` holds."""
-        return ExpertFault(int(self._abort))
+        return ExpertFault(int(self._abort[0]))
 
     def request(self, timeout_s: float) -> float:
         """Ask from the host: publish the block as it is, wait, and return the seconds it took.
