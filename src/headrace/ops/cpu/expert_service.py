@@ -128,7 +128,7 @@ class NativeExpertService:
         _check_block(layouts[0], block, fields)
         _check_options(options)
         self.threads = options.threads
-        self._reservation = CpuReservation(options.cpus or ())
+        self._reservation = CpuReservation(options.cpus or () if options.apart else ())
         self._released = weakref.finalize(self, self._reservation.release)
         self._released.atexit = False
         self._block = block
@@ -156,8 +156,8 @@ class NativeExpertService:
     def start(self) -> None:
         """Start the threads; a request that is there already is answered. Once only.
 
-        Threads with CPUs of their own (``ServiceOptions.cpus``) keep them until ``stop``: see
-        ``machine.reserved_cpus``.
+        Threads with CPUs of their own (``ServiceOptions.cpus``, ``apart``) keep them for themselves until
+        ``stop``: see ``machine.reserved_cpus``.
         """
         self._reservation.take()
         self._native.start()
