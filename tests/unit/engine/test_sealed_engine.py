@@ -31,7 +31,7 @@ def load(monkeypatch, tmp_path):
 
     def make(kv_format="nvfp4k-fp8v", **changes):
         given = {"context": 256, "block_tokens": 32, "max_num_seqs": 4, "threads": 1, **changes}
-        return Engine.load(EngineConfig(model="tiny", kv_format=kv_format, **given))
+        return Engine.load(EngineConfig(model="tiny", device="cpu", kv_format=kv_format, **given))
 
     return make
 
@@ -98,7 +98,9 @@ def test_captured_steps_seal_pages_by_their_data(load, kv_format):
     given = {"context": 256, "block_tokens": 32, "max_num_seqs": 4, "threads": 1}
     expected, _ = run(load(kv_format, max_batch_tokens=256, prefix_cache=False))
     for more in ({"max_batch_tokens": 64}, {"max_batch_tokens": 64, "kv_tokens": 288}):
-        parts = load_parts(EngineConfig(model="tiny", kv_format=kv_format, **given, **more))
+        parts = load_parts(
+            EngineConfig(model="tiny", device="cpu", kv_format=kv_format, **given, **more)
+        )
         engine, ran = captured(parts)
         found, seen = run(engine)
         assert found == expected
