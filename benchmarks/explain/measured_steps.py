@@ -15,6 +15,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.expert_prediction import expert_seconds
 from headrace.engine.explaining import WARM_UP as EXPLAIN_WARM_UP
 from headrace.engine.explaining import Watch, cached_experts, report_of
+from headrace.engine.gpu_profiler import EVERY
 from headrace.experts.live import LiveExperts
 from headrace.explain.kernel_rates import Predicted, predict
 from headrace.explain.running_cost import RunningModel, decode_rows
@@ -131,6 +132,7 @@ def measure(
     plain: list[list[float]] = []
     watched: list[list[float]] = []
     watch, counted, slowed = Watch(engine), list[float](), list[float]()
+    places: list[bool] = []  # whether a step at a place is slowed down: the same in every run
     start = time.perf_counter()
     while len(plain) < LEAST_PAIRS or (
         len(plain) < MOST_PAIRS and time.perf_counter() - start < PAIRS_S
@@ -145,9 +147,11 @@ def measure(
         counted += [s for s, one in zip(around, kept, strict=True) if not one.slowed]
         slowed += [s for s, one in zip(around, kept, strict=True) if one.slowed]
         watched.append(around)
+        places = [one.slowed for one in kept]
     report = report_of(engine, watch, "decode", machine)
     assert report is not None
     unwatched_s = mean(_by_position(plain))
+    cost_s = _watch_cost_s(plain, watched, places)
     leaves = {row.id: row.measured_s for row in report.rows}
     # The clock around the report's steps; what interrupts it between its two readings and theirs, a few
     # times in a hundred steps, is left out.
@@ -161,12 +165,22 @@ def measure(
         error=guess.seconds / median(s for one in plain for s in one) - 1,
         sum_error=(sum(leaves.values()) + report.gap_s) / clock_s - 1,
         gap_share=report.gap_s / report.step_s,
-        watch_cost=mean(_by_position(watched)) / unwatched_s - 1,
+        watch_cost=cost_s / unwatched_s,
         marked_s=median(slowed) if slowed else 0.0,
         hit_rate=hits,
         predicted_classes=dict(guess.classes),
         measured_classes={**leaves, "unexplained": report.gap_s},
     )
+
+
+def _watch_cost_s(
+    plain: Sequence[Sequence[float]], watched: Sequence[Sequence[float]], slowed: Sequence[bool]
+) -> float:
+    """Of a mean step: of the steps that are not slowed down, and of one in ``EVERY`` that is."""
+    more = [w - p for p, w in zip(_by_position(plain), _by_position(watched), strict=True)]
+    quick = [s for s, slow in zip(more, slowed, strict=True) if not slow]
+    slow = [s for s, slow in zip(more, slowed, strict=True) if slow]
+    return mean(quick) + (mean(slow) / EVERY if slow else 0.0)
 
 
 def _by_position(runs: Sequence[Sequence[float]]) -> list[float]:

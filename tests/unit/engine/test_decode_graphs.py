@@ -87,6 +87,24 @@ def test_inputs_of_a_step_and_its_padding():
     assert inputs.batch(1)[1].valid is None
 
 
+def test_tables_follow_rows_that_grow_shrink_and_change_places():
+    inputs = DecodeInputs(HostDevice(), 2, 4, scratch_block=9, block_tokens=2)
+    tables = inputs.batch(2)[1].block_tables
+
+    def fill(*sequences: tuple[int, tuple[int, ...]]) -> list[list[int]]:
+        inputs.fill([ScheduledChunk(n, (0,), n, ids, True) for n, ids in sequences], 2)
+        return [tables[row, : n // 2 + 1].tolist() for row, (n, _) in enumerate(sequences)]
+
+    assert fill((3, (5, 6)), (1, (7,))) == [[5, 6], [7]]
+    assert fill((4, (5, 6, 2)), (1, (7,))) == [[5, 6, 2], [7]]  # one more block
+    assert fill((1, (7,)), (5, (5, 6, 2))) == [[7], [5, 6, 2]]  # the other way around
+    assert fill((5, (7, 6, 2))) == [[7, 6, 2]]  # as at the start of a row, then others
+    assert tables[1, 0].item() == 9  # padding
+    assert fill((5, (7, 3, 2)), (5, (5, 6, 2))) == [[7, 3, 2], [5, 6, 2]]
+    assert fill((3, (7, 3))) == [[7, 3]]
+    assert fill((5, (7, 3, 1))) == [[7, 3, 1]]
+
+
 def test_open_pages_of_a_step_and_its_padding():
     """Row 33 of the first goes to row 1 of its open page; row 15 of the second fills its first page."""
     inputs = DecodeInputs(HostDevice(), 4, 3, scratch_block=9, block_tokens=16, sealed=True)
