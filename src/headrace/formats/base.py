@@ -27,7 +27,8 @@ class PackedTensor:
     PackedTensor of its own):
 
     - ``f32``/``f16``/``bf16``: ``data`` [..., rows, cols] of that dtype
-    - GGUF block types (also ``mxfp4_gguf``): ``blocks`` uint8 [..., rows, bytes of a row]
+    - GGUF block types (also ``mxfp4_gguf``): ``blocks`` uint8 [..., rows, bytes of a row]; some of them
+      for a GPU in two planes instead (``formats.planes``)
     - ``mxfp4``: ``codes`` uint8 [..., rows, cols / 2], ``scales`` uint8 [..., rows, cols / 32]
     - ``nvfp4``: ``codes`` uint8 [..., rows, cols / 2], ``scales`` uint8 (E4M3) [..., rows,
       cols / 16], ``global_scale`` float32 [...] that multiplies (a reciprocal is inverted on load)
@@ -115,7 +116,7 @@ def load_formats() -> Mapping[str, Format]:
 
     found: dict[str, Format] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name in ("base", "packing"):
+        if info.name in ("base", "packing", "planes"):
             continue
         module = importlib.import_module(f"headrace.formats.{info.name}")
         records = getattr(module, "FORMATS", None) or (module.FORMAT,)
@@ -141,7 +142,12 @@ def format_of(packed: PackedTensor) -> Format:
 
 def dequantize(packed: PackedTensor) -> torch.Tensor:
     """Return ``packed`` as float32, exactly the values that its bytes stand for."""
-    return format_of(packed).dequantize(packed)
+    record = format_of(packed)
+    if "blocks" not in packed.parts and "codes" in packed.parts:
+        from headrace.formats.planes import in_blocks
+
+        packed = in_blocks(packed)
+    return record.dequantize(packed)
 
 
 def find_nan(packed: PackedTensor) -> int | None:

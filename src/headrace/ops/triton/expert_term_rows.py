@@ -291,11 +291,9 @@ def q6_k_terms(w, bits, s0, s1, d, terms, first, K: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
-    """What a step loads; of steps past the row's end nothing."""
-    if first >= K:
-        return (0,)
-    elif FORMAT == "q8_0":
+def load_step(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
+    """What a step loads."""
+    if FORMAT == "q8_0":
         return q8_0_load(codes, scales, first, ok, K)
     elif FORMAT == "q4_0":
         return q4_0_load(codes, scales, first, ok, K)
@@ -309,11 +307,9 @@ def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+def add_step(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     """acc, float32 [ROWS, 8], and what a step that has loaded ``t`` adds."""
-    if first >= K:
-        return acc
-    elif FORMAT == "q8_0":
+    if FORMAT == "q8_0":
         return acc + q8_0_terms(t[0], t[1], terms, first, K, ROWS)
     elif FORMAT == "q4_0":
         return acc + q4_0_terms(t[0], t[1], terms, first, K, ROWS)
@@ -323,6 +319,23 @@ def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.c
         return acc + q5_k_terms(t[0], t[1], t[2], t[3], t[4], t[5], terms, first, K, ROWS)
     else:
         return acc + q6_k_terms(t[0], t[1], t[2], t[3], t[4], terms, first, K, ROWS)
+
+
+@triton.jit
+def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
+    """``load_step``; of steps past the row's end nothing."""
+    if first >= K:
+        return (0,)
+    else:
+        return load_step(codes, scales, first, ok, FORMAT, K)
+
+
+@triton.jit
+def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+    if first >= K:
+        return acc
+    else:
+        return add_step(acc, t, terms, first, FORMAT, K, ROWS)
 
 
 @triton.jit
