@@ -87,7 +87,9 @@ def matrix(fmt: str, rows: int, columns: int) -> Any:
         return torch.randint(0, 60, (rows, nbytes), dtype=torch.uint8, device="cuda")
 
     if fmt not in SCALES_APART:
-        return PackedTensor(fmt, (rows, columns), {"blocks": part(FORMATS[fmt].row_nbytes(columns))})
+        return PackedTensor(
+            fmt, (rows, columns), {"blocks": part(FORMATS[fmt].row_nbytes(columns))}
+        )
     weights, codes, scales = SCALES_APART[fmt]
     blocks = columns // weights
     return PackedTensor(

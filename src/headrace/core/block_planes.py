@@ -20,7 +20,9 @@ SCALES_APART = {
 # Of those, blocks that a file stores whole: where their scales begin.
 SCALES_AT = {"q4_0": 0, "iq4_nl": 0, "q5_0": 0, "q8_0": 0, "q3_k": 96, "q6_k": 192}
 _STORED_AS = {"mxfp4_gguf": "mxfp4"}
-# Formats of a checkpoint whose matrices a GPU can multiply as they are (``ops.triton.packed_few``).
+# A GPU's scratch memory for matrices that are expanded for the products of a prompt, band by band.
+EXPAND_NBYTES = 64 * 2**20
+# Formats of a checkpoint whose matrices a GPU multiplies as they are (``ops.triton.packed_few``).
 PACKED_FORMATS = frozenset(
     ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
     + ("iq4_nl", "iq4_xs", "mxfp4", "mxfp4_gguf")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from headrace.core.config import DENSE_FORMATS, EngineConfig
+from headrace.core.block_planes import PACKED_FORMATS
+from headrace.core.config import DENSE_FORMATS, PACKED, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
@@ -34,6 +35,7 @@ from headrace.engine.vram_plan import (
     ELEMENT_NBYTES,
     VramPlan,
     dense_nbytes,
+    expand_nbytes,
     gpu_workspace_nbytes,
     graphs_nbytes,
     page_scores_nbytes,
@@ -87,7 +89,7 @@ def resolve_on_gpu(
         machine.cpu, config.threads, reserve=1, measured=machine.measured_threads
     )
     chosen("threads", threads.threads, threads.reason)
-    dense = _dense_format(config, spec, sizes, chosen)
+    dense = _dense_format(config, spec, sizes, chosen, backend)
     default = ("bf16", "what tensor cores multiply")
     if dense == "f32":
         default = ("f32", "as the matrices")
@@ -102,6 +104,8 @@ def resolve_on_gpu(
         nbytes = gpu_workspace_nbytes(
             spec, context=context, max_batch_tokens=batch, max_num_seqs=seqs
         )
+        if dense == PACKED:
+            nbytes += expand_nbytes(spec)
         if kv.format.centred:
             nbytes += page_scores_nbytes(
                 spec, context=context, block_tokens=block_tokens, max_num_seqs=seqs
@@ -109,7 +113,7 @@ def resolve_on_gpu(
         return nbytes
 
     empty = VramPlan(
-        weights_nbytes=dense_nbytes(spec, dense),
+        weights_nbytes=sizes.packed_nbytes if dense == PACKED else dense_nbytes(spec, dense),
         kv_nbytes=0,
         workspace_nbytes=0,
         graphs_nbytes=graphs_nbytes(spec, max_num_seqs=seqs),
@@ -244,7 +248,7 @@ def _place_experts(
         mixtures = sum(layer.moe for layer in spec.layers)
         everything = mixtures * moe.num_experts * layout.slab_nbytes
     else:
-        everything = num_parameters(spec).experts * ELEMENT_NBYTES[dense]
+        everything = num_parameters(spec).experts * ELEMENT_NBYTES.get(dense, 2)  # packed: bfloat16
     context = config.context or min(spec.max_context, USEFUL_CONTEXT)
     whole = room.with_experts(everything)
     plan = whole.plan(context, workspace(context))
@@ -359,17 +363,35 @@ def _record_slots(
         chosen("expert_slots", asked, f"as configured: {what}, those for transit included")
 
 
-def _dense_format(config: EngineConfig, spec: ModelSpec, sizes: ModelSizes, chosen: Chosen) -> str:
+def _dense_format(
+    config: EngineConfig, spec: ModelSpec, sizes: ModelSizes, chosen: Chosen, backend: str
+) -> str:
     """The type of matrices outside of experts, which they are converted to at load."""
     given = one_of("--dense-format", config.dense_format, DENSE_FORMATS)
     stored = sizes.dense_formats
     if given is not None:
+        if given == PACKED and backend != "triton":
+            raise ConfigError(
+                f"--dense-format {PACKED} needs --backend triton, found {backend}",
+                hint="leave one of them out",
+                param="--dense-format",
+            )
         chosen("dense_format", given, "as configured")
         return given
     if len(stored) == 1 and next(iter(stored)) in DENSE_FORMATS:
         (only,) = stored
         chosen("dense_format", only, "as stored")
         return only
+    blocks = sorted(stored & PACKED_FORMATS)
+    if blocks and backend == "triton":
+        now = [n / 1e6 for n in (sizes.packed_nbytes, dense_nbytes(spec, "bf16"))]
+        chosen(
+            "dense_format",
+            PACKED,
+            f"stored as {', '.join(sorted(stored))}: multiplied as they are, {now[0]:,.0f} MB; "
+            f"{now[1]:,.0f} MB in bf16",
+        )
+        return PACKED
     # float16 has finer steps, but a feed-forward's inner values can exceed its 65,504.
     mb = [n / 1e6 for n in (sizes.total_nbytes - sizes.expert_nbytes, dense_nbytes(spec, "bf16"))]
     reason = f"has float32's range on tensor cores; {mb[0]:,.0f} MB become {mb[1]:,.0f} MB at load"

@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.core.block_planes import SCALES_APART
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import Activation
+from headrace.ops.triton.control import interpreted
 from headrace.ops.triton.expert_terms import has_terms, term_words, terms_of_rows
 from headrace.ops.triton.few_rows import MAX_GROUP, activated
 from headrace.ops.triton.packed_rows import packed_rows
@@ -28,6 +30,7 @@ from headrace.ops.triton.unpack import GROUPS
 PACKED = frozenset(GROUPS) - {"bf16", "f16", "f32", "fp8_e4m3", "nvfp4"}
 _MOST_TOKENS = 4  # of a program
 _TERM_BLOCKS = 8  # of a program that cuts an activation into terms
+_INTERPRETED_ROWS = 128  # the interpreter's time goes with the number of operations
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,12 @@ def packed_gated_kernel(
     )
 
 
+def is_packed(weight: PackedTensor) -> bool:
+    """Whether these kernels read a matrix: of a format of theirs, its scales apart where they must be."""
+    apart = weight.format in SCALES_APART
+    return weight.format in PACKED and apart == ("codes" in weight.parts)
+
+
 def planes(weight: PackedTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A packed matrix's codes and scales (the codes once more where they hold them), uint8 [N, bytes]."""
     codes = weight.parts["codes"] if "codes" in weight.parts else weight.parts["blocks"]
@@ -227,7 +236,9 @@ def _terms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(tuning: PackedTuning, by_terms: Sequence[bool]) -> tuple[int, int]:
-    """Rows and warps of a program. One shape whatever else is in the launch would be better still."""
+    """Rows and warps of a program."""
+    if interpreted():
+        return _INTERPRETED_ROWS, 1
     if all(by_terms):
         return tuning.rows, tuning.warps
     return tuning.float_rows, tuning.float_warps

@@ -15,13 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.core.block_planes import EXPAND_NBYTES
 from headrace.formats.base import PackedTensor
 from headrace.ops.triton.control import interpreted
 from headrace.ops.triton.packed_few import planes
 from headrace.ops.triton.unpack import weight_tile
 
-# Scratch memory, of which the memory plan knows (``engine.vram_plan``): an output head is expanded in bands.
-SCRATCH_NBYTES = 64 * 2**20
 _ROWS, _COLS, _WARPS = 16, 256, 4
 _INTERPRETED_ROWS = 64  # its time goes with the number of operations
 
@@ -73,11 +72,11 @@ def expanded(weight: PackedTensor) -> torch.Tensor:
     return out
 
 
-def bands(weight: PackedTensor) -> Iterator[tuple[int, PackedTensor]]:
-    """Rows of the matrix that fit the scratch memory, and the number of the first of them."""
-    step = max(SCRATCH_NBYTES // (2 * weight.cols), 1)
+def bands(weight: PackedTensor) -> Iterator[PackedTensor]:
+    """Rows of the matrix, as many at a time as fit the scratch memory once expanded."""
+    step = max(EXPAND_NBYTES // (2 * weight.cols), 1)
     for start in range(0, weight.rows, step):
-        yield start, weight.row_range(start, min(start + step, weight.rows))
+        yield weight.row_range(start, min(start + step, weight.rows))
 
 
 def embed_packed(weight: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
