@@ -24,8 +24,10 @@ _STORED_AS = {"mxfp4_gguf": "mxfp4"}
 EXPAND_NBYTES = 64 * 2**20
 # Formats of a checkpoint whose matrices a GPU multiplies as they are (``ops.triton.packed_few``).
 PACKED_FORMATS = frozenset(
-    ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-    + ("iq4_nl", "iq4_xs", "mxfp4", "mxfp4_gguf")
+    (
+        *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+        *("iq4_nl", "iq4_xs", "mxfp4", "mxfp4_gguf"),
+    )
 )
 
 

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from headrace.core.block_planes import SCALES_APART, SCALES_AT
 from headrace.core.errors import CheckpointError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
 
@@ -142,12 +143,24 @@ def format_of(packed: PackedTensor) -> Format:
 
 def dequantize(packed: PackedTensor) -> torch.Tensor:
     """Return ``packed`` as float32, exactly the values that its bytes stand for."""
-    record = format_of(packed)
-    if "blocks" not in packed.parts and "codes" in packed.parts:
-        from headrace.formats.planes import in_blocks
+    return format_of(packed).dequantize(in_blocks(packed))
 
-        packed = in_blocks(packed)
-    return record.dequantize(packed)
+
+def in_blocks(packed: PackedTensor) -> PackedTensor:
+    """The inverse of ``planes.in_planes`` for formats that files store in blocks: a copy where it joins."""
+    fmt = packed.format
+    if fmt not in SCALES_AT or "blocks" in packed.parts:
+        return packed
+    _, code_nbytes, scale_nbytes = SCALES_APART[fmt]
+    codes = split_blocks(packed.parts["codes"], code_nbytes)
+    scales = split_blocks(packed.parts["scales"], scale_nbytes)
+    pieces = (scales, codes) if SCALES_AT[fmt] == 0 else (codes, scales)
+    return PackedTensor(fmt, packed.shape, {"blocks": torch.cat(pieces, -1).flatten(-2)})
+
+
+def split_blocks(rows: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """[..., bytes of a row] -> [..., blocks, nbytes]."""
+    return rows.unflatten(-1, (rows.shape[-1] // nbytes, nbytes))
 
 
 def find_nan(packed: PackedTensor) -> int | None:

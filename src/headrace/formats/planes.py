@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from headrace.core.block_planes import SCALES_APART, SCALES_AT, scale_bytes
+from headrace.core.block_planes import SCALES_AT, scale_bytes
 from headrace.core.numeric import FORMATS
-from headrace.formats.base import PackedTensor
+from headrace.formats.base import PackedTensor, split_blocks
 
 
 def in_planes(packed: PackedTensor) -> PackedTensor:
@@ -20,32 +20,15 @@ def in_planes(packed: PackedTensor) -> PackedTensor:
     if blocks is None:
         return packed
     if fmt == "mxfp4_gguf":
-        split = _split(blocks, 17)
+        split = split_blocks(blocks, 17)
         low, high = split[..., 1::2], split[..., 2::2]  # bytes 0, 2, ... and 1, 3, ... of the codes
         codes = torch.cat(((low & 0x0F) | (high << 4), (low >> 4) | (high & 0xF0)), -1)
         parts = {"codes": codes.flatten(-2), "scales": split[..., 0].contiguous()}
         return PackedTensor("mxfp4", packed.shape, parts)
     if fmt not in SCALES_AT:
         return packed
-    split = _split(blocks, FORMATS[fmt].block_nbytes)
+    split = split_blocks(blocks, FORMATS[fmt].block_nbytes)
     first, last = scale_bytes(fmt)
     codes = split[..., last:] if first == 0 else split[..., :first]
     parts = {"codes": codes.flatten(-2), "scales": split[..., first:last].flatten(-2)}
     return PackedTensor(fmt, packed.shape, parts)
-
-
-def in_blocks(packed: PackedTensor) -> PackedTensor:
-    """The inverse of ``in_planes`` for formats that files store in blocks; a copy where it joins."""
-    fmt = packed.format
-    if fmt not in SCALES_AT or "blocks" in packed.parts:
-        return packed
-    _, code_nbytes, scale_nbytes = SCALES_APART[fmt]
-    codes = _split(packed.parts["codes"], code_nbytes)
-    scales = _split(packed.parts["scales"], scale_nbytes)
-    pieces = (scales, codes) if SCALES_AT[fmt] == 0 else (codes, scales)
-    return PackedTensor(fmt, packed.shape, {"blocks": torch.cat(pieces, -1).flatten(-2)})
-
-
-def _split(rows: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """[..., bytes of a row] -> [..., blocks, nbytes]."""
-    return rows.unflatten(-1, (rows.shape[-1] // nbytes, nbytes))

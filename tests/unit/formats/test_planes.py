@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headrace.core.block_planes import PACKED_FORMATS, SCALES_AT
-from headrace.formats.base import PackedTensor, dequantize
-from headrace.formats.planes import in_blocks, in_planes
+from headrace.formats.base import PackedTensor, dequantize, in_blocks
+from headrace.formats.planes import in_planes
 from tests.fixtures.cpu_oracle import random_packed
 
 

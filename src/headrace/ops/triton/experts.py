@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.ops.triton.expert_block_launch import BlockTuning
-from headrace.ops.triton.expert_chunk import GROUPED_FORMATS, GpuAnswer, GroupedChunk
+from headrace.ops.triton.expert_chunk import GpuAnswer, GroupedChunk
 from headrace.ops.triton.expert_geometry import MatrixPlace, SliceGeometry
 from headrace.ops.triton.expert_launch import (
     FORMATS,
@@ -27,7 +27,6 @@ from headrace.ops.triton.expert_state import (
 __all__ = [
     "COPY_WORDS",
     "FORMATS",
-    "GROUPED_FORMATS",
     "NUM_COUNTS",
     "ROUTER_FORMATS",
     "BlockTuning",

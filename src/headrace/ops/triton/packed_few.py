@@ -21,10 +21,13 @@ from headrace.core.block_planes import SCALES_APART
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import Activation
 from headrace.ops.triton.control import interpreted
-from headrace.ops.triton.expert_terms import has_terms, term_words, terms_of_rows
+from headrace.ops.triton.expert_terms import STEPS, has_terms, term_words, terms_of_rows
 from headrace.ops.triton.few_rows import MAX_GROUP, activated
 from headrace.ops.triton.packed_rows import packed_rows
 from headrace.ops.triton.unpack import GROUPS
+
+# Compiled without the compiler's own fusing of products and sums, which it chose otherwise for programs of one
+# and of four activations (Q4_K on an H200): the kernels say what is fused.
 
 # Formats that are multiplied as stored: those without factors beside their blocks.
 PACKED = frozenset(GROUPS) - {"bf16", "f16", "f32", "fp8_e4m3", "nvfp4"}
@@ -35,11 +38,18 @@ _INTERPRETED_ROWS = 128  # the interpreter's time goes with the number of operat
 
 @dataclass(frozen=True)
 class PackedTuning:
-    """rows: of a program; columns: at once, by floats; ahead: steps loaded ahead, by integers, 2 or 4."""
+    """rows: of a program; columns: at once, by floats; ahead: steps loaded ahead, by integers, 2 or 4.
+
+    split: parts of a row at most, for matrices of up to split_rows rows.
+    H200, 2026-11-30, in a graph, read-only 4,305 GB/s; Q4_K, Q6_K, Q8_0 and Q4_0 of 151,936 x 2,048 (bf16:
+    152 us): 69, 78, 87 and 57 us. 8 rows a program take 88 us in Q4_K, 4 steps ahead 80.
+    """
 
     rows: int = 16
     warps: int = 2
     ahead: int = 2
+    split: int = 4
+    split_rows: int = 8192
     float_rows: int = 8
     float_warps: int = 4
     columns: int = 256
@@ -77,7 +87,8 @@ def packed_linear_kernel(
     T2: tl.constexpr, CS0: tl.constexpr, CS1: tl.constexpr, CS2: tl.constexpr, SS0: tl.constexpr,
     SS1: tl.constexpr, SS2: tl.constexpr, HAS_B0: tl.constexpr, HAS_B1: tl.constexpr,
     HAS_B2: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Up to three matrices with the same input; programs are dealt out to one after the other.
 
@@ -93,7 +104,7 @@ def packed_linear_kernel(
         row = tile * ROWS
         y0, y1, y2, y3 = packed_rows(
             c0, s0, terms if T0 else x, row, rows0, token, num_tokens, F0, T0, K, CS0, SS0, TOKENS,
-            ROWS, COLS, AHEAD,
+            ROWS, COLS, SPLIT, AHEAD,
         )  # fmt: skip
         _store(
             y0, y1, y2, y3, o0, b0, residual, row, rows0, token, num_tokens, HAS_B0, HAS_RESIDUAL,
@@ -104,7 +115,7 @@ def packed_linear_kernel(
             row = (tile - end0) * ROWS
             y0, y1, y2, y3 = packed_rows(
                 c1, s1, terms if T1 else x, row, rows1, token, num_tokens, F1, T1, K, CS1, SS1,
-                TOKENS, ROWS, COLS, AHEAD,
+                TOKENS, ROWS, COLS, SPLIT, AHEAD,
             )  # fmt: skip
             _store(
                 y0, y1, y2, y3, o1, b1, residual, row, rows1, token, num_tokens, HAS_B1, False,
@@ -115,7 +126,7 @@ def packed_linear_kernel(
             row = (tile - end1) * ROWS
             y0, y1, y2, y3 = packed_rows(
                 c2, s2, terms if T2 else x, row, rows2, token, num_tokens, F2, T2, K, CS2, SS2,
-                TOKENS, ROWS, COLS, AHEAD,
+                TOKENS, ROWS, COLS, SPLIT, AHEAD,
             )  # fmt: skip
             _store(
                 y0, y1, y2, y3, o2, b2, residual, row, rows2, token, num_tokens, HAS_B2, False,
@@ -129,7 +140,7 @@ def packed_gated_kernel(
     FG: tl.constexpr, FU: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, CSG: tl.constexpr,
     CSU: tl.constexpr, SSG: tl.constexpr, SSU: tl.constexpr, CLAMPED: tl.constexpr,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = act(x gate^T, x up^T), float32 [num_tokens, num_rows]."""
     groups = tl.cdiv(num_tokens, TOKENS)
@@ -137,11 +148,11 @@ def packed_gated_kernel(
     row = tl.program_id(0) // groups * ROWS
     g0, g1, g2, g3 = packed_rows(
         gate, gate_scales, terms if TG else x, row, num_rows, token, num_tokens, FG, TG, K, CSG, SSG,
-        TOKENS, ROWS, COLS, AHEAD,
+        TOKENS, ROWS, COLS, SPLIT, AHEAD,
     )  # fmt: skip
     u0, u1, u2, u3 = packed_rows(
         up, up_scales, terms if TU else x, row, num_rows, token, num_tokens, FU, TU, K, CSU, SSU,
-        TOKENS, ROWS, COLS, AHEAD,
+        TOKENS, ROWS, COLS, SPLIT, AHEAD,
     )  # fmt: skip
     y0 = activated(g0, u0, alpha, limit, CLAMPED)
     y1 = activated(g1, u1, alpha, limit, CLAMPED)
@@ -185,8 +196,8 @@ def linear_packed(
     missing = MAX_GROUP - count
     rest = [0] * missing
     rows = [w.rows for w in weights] + rest
-    program_rows, warps = _shape(tuning, by_terms)
-    tokens = _tokens(x.shape[0])
+    shape = _shape(tuning, weights, by_terms)
+    program_rows, tokens = shape.rows, _tokens(x.shape[0])
     grid = triton.cdiv(x.shape[0], tokens) * sum(triton.cdiv(n, program_rows) for n in rows)
     has = [b is not None for b in biases] + [False] * missing
     spare = [outs[0]] * missing
@@ -196,8 +207,8 @@ def linear_packed(
         outs[0] if residual is None else residual.contiguous(), x.shape[0], *rows,
         *(w.format for w in weights), *[""] * missing, *by_terms, *[False] * missing,
         *(c.stride(0) for c, _ in pairs), *rest, *(s.stride(0) for _, s in pairs), *rest, *has,
-        residual is not None, count, columns, tokens, program_rows, tuning.columns, tuning.ahead,
-        num_warps=warps,
+        residual is not None, count, columns, tokens, program_rows, tuning.columns, shape.split,
+        tuning.ahead, num_warps=shape.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return outs
 
@@ -215,13 +226,13 @@ def gated_packed(
     terms = _terms(x) if any(by_terms) else x
     out = torch.empty(x.shape[0], gate.rows, device=x.device)
     (g, gs), (u, us) = planes(gate), planes(up)
-    rows, warps = _shape(tuning, by_terms)
-    tokens = _tokens(x.shape[0])
+    shape = _shape(tuning, (gate, up), by_terms)
+    rows, tokens = shape.rows, _tokens(x.shape[0])
     packed_gated_kernel[(triton.cdiv(x.shape[0], tokens) * triton.cdiv(gate.rows, rows),)](
         x, terms, g, gs, u, us, out, x.shape[0], gate.rows, act.alpha, act.limit, gate.format,
         up.format, *by_terms, g.stride(0), u.stride(0), gs.stride(0), us.stride(0),
-        act.kind == "swiglu_clamped", x.shape[1], tokens, rows, tuning.columns, tuning.ahead,
-        num_warps=warps,
+        act.kind == "swiglu_clamped", x.shape[1], tokens, rows, tuning.columns, shape.split,
+        tuning.ahead, num_warps=shape.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -235,13 +246,29 @@ def _terms(x: torch.Tensor) -> torch.Tensor:
     return terms
 
 
-def _shape(tuning: PackedTuning, by_terms: Sequence[bool]) -> tuple[int, int]:
-    """Rows and warps of a program."""
+@dataclass(frozen=True)
+class _Shape:
+    """Of a program: rows, parts of each, warps."""
+
+    rows: int
+    split: int
+    warps: int
+
+
+def _shape(
+    tuning: PackedTuning, weights: Sequence[PackedTensor], by_terms: Sequence[bool]
+) -> _Shape:
+    """Depends on the matrices only: a row's result is the same whatever the number of activations."""
+    split, columns = 1, weights[0].cols
+    if all(by_terms) and sum(w.rows for w in weights) <= tuning.split_rows:
+        step = max(STEPS[w.format] for w in weights)
+        while split < tuning.split and columns % (2 * split * step) == 0:
+            split *= 2
     if interpreted():
-        return _INTERPRETED_ROWS, 1
-    if all(by_terms):
-        return tuning.rows, tuning.warps
-    return tuning.float_rows, tuning.float_warps
+        return _Shape(_INTERPRETED_ROWS // split, split, 1)
+    if not all(by_terms):
+        return _Shape(tuning.float_rows, 1, tuning.float_warps)
+    return _Shape(tuning.rows, split, tuning.warps * split)
 
 
 def _tokens(count: int) -> int:
