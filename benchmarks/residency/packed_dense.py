@@ -43,7 +43,7 @@ def run(path: Path, dense: str, args: argparse.Namespace) -> dict[str, Any]:
     print(json.dumps(found), flush=True)
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     for batch in sorted({1, args.batch}):
-        for attempt in range(2):
+        for _ in range(2):
             for n in range(batch):
                 prompt = tuple((7 * j + 31 * n) % 250 + 3 for j in range(8))
                 engine.submit(GenerationRequest(f"r{n}", prompt, params))

@@ -160,7 +160,7 @@ def in_blocks(packed: PackedTensor) -> PackedTensor:
 
 def split_blocks(rows: torch.Tensor, nbytes: int) -> torch.Tensor:
     """[..., bytes of a row] -> [..., blocks, nbytes]."""
-    return rows.unflatten(-1, (rows.shape[-1] // nbytes, nbytes))
+    return rows.reshape(*rows.shape[:-1], -1, nbytes)
 
 
 def find_nan(packed: PackedTensor) -> int | None:

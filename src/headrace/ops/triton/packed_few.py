@@ -26,8 +26,8 @@ from headrace.ops.triton.few_rows import MAX_GROUP, activated
 from headrace.ops.triton.packed_rows import packed_rows
 from headrace.ops.triton.unpack import GROUPS
 
-# Compiled without the compiler's own fusing of products and sums, which it chose otherwise for programs of one
-# and of four activations (Q4_K on an H200): the kernels say what is fused.
+# Compiled without the compiler's own fusing of products and sums, which it chose otherwise for programs of
+# one and of four activations (Q4_K on an H200): the kernels say what is fused.
 
 # Formats that are multiplied as stored: those without factors beside their blocks.
 PACKED = frozenset(GROUPS) - {"bf16", "f16", "f32", "fp8_e4m3", "nvfp4"}
