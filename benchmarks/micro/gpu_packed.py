@@ -13,64 +13,71 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lock import alone
+
 TUNINGS = {
-    "A": {"rows": 16, "warps": 2, "ahead": 2},
-    "B": {"rows": 8, "warps": 2, "ahead": 2},
-    "C": {"rows": 8, "warps": 1, "ahead": 4},
-    "D": {"rows": 16, "warps": 4, "ahead": 2},
-    "E": {"rows": 4, "warps": 1, "ahead": 4},
-    "F": {"rows": 16, "warps": 4, "ahead": 4},
-    "a": {"float_rows": 8, "float_warps": 4, "columns": 256},
-    "b": {"float_rows": 4, "float_warps": 2, "columns": 256},
-    "c": {"float_rows": 16, "float_warps": 4, "columns": 256},
-    "d": {"float_rows": 4, "float_warps": 4, "columns": 512},
+    "A": {},
+    "B": {"rows": 8},
+    "C": {"rows": 8, "split": 8},
+    "D": {"split": 2},
+    "E": {"split": 1},
+    "F": {"rows": 8, "warps": 1},
+    "G": {"rows": 4, "warps": 1},
+    "a": {},
+    "b": {"float_rows": 16},
 }
-# (format, tuning, columns, tokens), the most important first
+# (format, tuning, columns, rows, tokens), the most important first
 CASES = [
-    *(("q4_k", t, 2048, 1) for t in "ABCDEF"),
-    *(("q4_k", t, 4096, 1) for t in "ABCE"),
-    *(("q6_k", t, 2048, 1) for t in "ABCDF"),
-    *(("q6_k", t, 4096, 1) for t in "AC"),
-    *(("q8_0", t, 2048, 1) for t in "ABCE"),
-    *(("q8_0", t, 4096, 1) for t in "AC"),
-    *((f, "A", 2048, 4) for f in ("q4_k", "q6_k", "q8_0")),
-    *(("iq4_xs", t, 2048, 1) for t in "abcd"),
-    *((f, "A", 2048, 1) for f in ("q5_k", "q4_0")),
-    *((f, "a", 2048, 1) for f in ("mxfp4", "q5_0", "q3_k", "q4_1")),
-    *((f, "a", 2048, 4) for f in ("iq4_xs",)),
+    *(("q4_k", t, 4096, 2048, 1) for t in "ABCDFG"),
+    *(("q4_k", t, 2048, 5120, 1) for t in "ABDEF"),
+    *(("q6_k", t, 4096, 2048, 1) for t in "ABF"),
+    *(("q8_0", t, 4096, 2048, 1) for t in "AF"),
+    *(("q6_k", t, 2048, 5120, 1) for t in "AE"),
+    *((f, "A", 2048, 5120, 4) for f in ("q4_k", "q6_k", "q8_0")),
+    *((f, "A", 2048, 151_936, 1) for f in ("q4_k", "q6_k", "q5_k")),
+    *((f, t, 2048, 5120, 1) for f in ("iq4_xs", "iq4_nl", "mxfp4") for t in "ab"),
 ]
 EXPANDED = ("q4_k", "q6_k", "q8_0", "iq4_xs")
-ROWS = {2048: (5120, 151936), 4096: (2048,)}
+PLAIN = ((5120, 2048), (2048, 4096), (151_936, 2048))
 ROTATE_NBYTES = 150_000_000
 
 
-def check(case: tuple[str, str, int, int]) -> dict[str, Any]:
+Case = tuple[str, str, int, int, int]
+
+
+def tuning_of(case: Case) -> Any:
+    from headrace.ops.triton.packed_few import PackedTuning
+
+    found = PackedTuning(**TUNINGS[case[1]])
+    return found if case[3] <= found.split_rows else replace(found, split=1)
+
+
+def check(case: Case) -> dict[str, Any]:
     """Compiles; errors against float64 of what the bytes stand for."""
     import numpy as np
     import torch
 
     from headrace.formats.base import PackedTensor, dequantize
     from headrace.formats.planes import in_planes
-    from headrace.ops.triton.packed_few import PackedTuning, linear_packed
+    from headrace.ops.triton.packed_few import linear_packed
     from tests.fixtures.cpu_oracle import random_packed
 
-    fmt, tuning, columns, tokens = case
+    fmt, _, columns, _, tokens = case
     w = random_packed(fmt, 64, columns, np.random.default_rng(3))
     on_gpu = in_planes(w)
     on_gpu = PackedTensor(fmt, w.shape, {k: v.contiguous().cuda() for k, v in on_gpu.parts.items()})
     x = torch.randn(tokens, columns)
     start = time.perf_counter()
-    y = linear_packed(x.cuda(), (on_gpu,), (None,), None, PackedTuning(**TUNINGS[tuning]))[0]
+    y = linear_packed(x.cuda(), (on_gpu,), (None,), None, tuning_of(case))[0]
     want = x.double() @ dequantize(w).double().T
     error = float((y.cpu().double() - want).abs().max() / want.abs().max())
     found: dict[str, Any] = {"error": error, "compile_s": round(time.perf_counter() - start, 1)}
     if tokens > 1:
-        one = linear_packed(
-            x.cuda()[:1], (on_gpu,), (None,), None, PackedTuning(**TUNINGS[tuning])
-        )[0]
+        one = linear_packed(x.cuda()[:1], (on_gpu,), (None,), None, tuning_of(case))[0]
         found["same_alone"] = bool(torch.equal(one[0], y[0]))
     return found
 
@@ -97,21 +104,21 @@ def matrix(fmt: str, rows: int, columns: int) -> Any:
     )
 
 
-def speed(case: tuple[str, str, int, int], rows: int) -> dict[str, Any]:
+def speed(case: Case) -> dict[str, Any]:
     """GB/s of stored bytes, us of a product without cutting the activation into terms."""
     import torch
 
     from benchmarks.residency.kernels import timed
     from headrace.ops.triton import packed_few
-    from headrace.ops.triton.packed_few import PackedTuning, linear_packed
+    from headrace.ops.triton.packed_few import linear_packed
 
-    fmt, tuning, columns, tokens = case
+    fmt, _, columns, rows, tokens = case
     first = matrix(fmt, rows, columns)
     count = max(1, min(24, ROTATE_NBYTES // first.nbytes))
     many = [first, *(matrix(fmt, rows, columns) for _ in range(count - 1))]
     x = torch.randn(tokens, columns, device="cuda")
     terms, packed_few._terms = packed_few._terms(x), lambda _: terms
-    tune = PackedTuning(**TUNINGS[tuning])
+    tune = tuning_of(case)
     seconds = timed(lambda: [linear_packed(x, (w,), (None,), None, tune) for w in many]) / count
     packed_few._terms = TERMS
     return {"us": round(seconds * 1e6, 2), "gbps": round(first.nbytes / seconds / 1e9)}
@@ -159,6 +166,8 @@ def prompts(fmt: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds altogether")
+    parser.add_argument("--lock", type=Path, help="a file; for runs beside others")
+    parser.add_argument("--prompts", action="store_true", help="expanding matrices, too")
     parser.add_argument("--compilers", type=int, default=14)
     parser.add_argument("--cases", help="of a compiling process: numbers, comma-separated")
     parser.add_argument("--out", type=Path, default=Path("packed.json"))
@@ -195,14 +204,14 @@ def main() -> None:
         x = torch.randn(1, 2048, device="cuda")
         results["terms_us"] = timed(lambda: [TERMS(x) for _ in range(24)]) / 24 * 1e6
         print(json.dumps(results), flush=True)
-        for columns, all_rows in ROWS.items():
-            for rows in all_rows:
+        with alone(args.lock):
+            for rows, columns in PLAIN:
                 for tokens in (1, 4, 16):
                     results["plain"].append([rows, columns, tokens, plain(rows, columns, tokens)])
         print(json.dumps(results["plain"]), flush=True)
-        for fmt in EXPANDED:
-            results["prompts"].append(prompts(fmt))
-        print(json.dumps(results["prompts"]), flush=True)
+        if args.prompts:
+            results["prompts"] = [prompts(fmt) for fmt in EXPANDED]
+            print(json.dumps(results["prompts"]), flush=True)
         # Kernels that no process has compiled in time are left out.
         checked: dict[int, Any] = {}
         for worker in workers:
@@ -214,11 +223,11 @@ def main() -> None:
                 text, _ = worker.communicate()
             checked |= dict(json.loads(line) for line in text.splitlines() if line[:1] == "[")
         print("compiled", len(checked), round(time.perf_counter() - begun, 1), flush=True)
-        for number, case in enumerate(CASES):
-            if number not in checked or time.perf_counter() - begun > args.limit:
-                continue
-            for rows in ROWS[case[2]]:
-                result = {"case": case, "rows": rows, **checked[number], **speed(case, rows)}
+        with alone(args.lock):
+            for number, case in enumerate(CASES):
+                if number not in checked or time.perf_counter() - begun > args.limit:
+                    continue
+                result = {"case": case, **checked[number], **speed(case)}
                 results["cases"].append(result)
                 print(json.dumps(result), flush=True)
     finally:

@@ -272,4 +272,5 @@ def _shape(
 
 
 def _tokens(count: int) -> int:
-    return min(_MOST_TOKENS, triton.next_power_of_2(count))
+    """One or several: a kernel takes seconds to compile."""
+    return 1 if count == 1 else _MOST_TOKENS

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_term_rows import add_step, load_step
-from headrace.ops.triton.unpack import weight_tile
+from headrace.ops.triton.unpack import row_sums, weight_tile
 
 
 @triton.jit
@@ -72,7 +72,10 @@ def _by_floats(
         if TOKENS > 2:
             acc2 = _plus(acc2, w, x2, k, K)
             acc3 = _plus(acc3, w, x3, k, K)
-    return tl.sum(acc0, 1), tl.sum(acc1, 1), tl.sum(acc2, 1), tl.sum(acc3, 1)
+    return (
+        row_sums(acc0, FORMAT, ROWS, COLS), row_sums(acc1, FORMAT, ROWS, COLS),
+        row_sums(acc2, FORMAT, ROWS, COLS), row_sums(acc3, FORMAT, ROWS, COLS),
+    )  # fmt: skip
 
 
 @triton.jit
