@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.explain.report import ClassRow, ExplainReport
+from headrace.explain.report import ABOVE_ROOF, ClassRow, ExplainReport
 from headrace.explain.units_text import amount, figures, seconds
 
 PLOT_WIDTH, PLOT_HEIGHT = 64, 14
@@ -112,4 +112,9 @@ def roofline(report: ExplainReport, peak: float, memory: float) -> list[str]:
     lines.append(
         f"{'':>10}{figures(left, 2):<{PLOT_WIDTH - 12}}{figures(right, 2):>12} FLOPs a byte"
     )
+    above = [x for x, i, rate in found if rate > min(peak, memory * i) / ABOVE_ROOF]
+    if above:
+        lines.append(
+            f"Above the roof, which is main memory's: {', '.join(above)}. Caches are faster."
+        )
     return lines
