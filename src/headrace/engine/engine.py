@@ -246,7 +246,9 @@ class Engine:
             delta = live.live.delta(item.seq_id, item, piece, text)
             outputs.append(delta if end is None else self._end(live, end, delta))
         classes = () if self.observe is None else self._classes(plan, ranges)
-        seconds = time.perf_counter() - start  # with what watching takes, which whoever waits pays, too
+        seconds = (
+            time.perf_counter() - start
+        )  # with what watching takes, which whoever waits pays, too
         self._step_seconds += seconds
         if self.observe is not None:
             self.observe(_stats(plan, seconds, classes))
