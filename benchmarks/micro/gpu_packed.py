@@ -21,12 +21,12 @@ from benchmarks.lock import alone
 
 TUNINGS = {
     "A": {},
-    "B": {"rows": 8},
-    "C": {"rows": 8, "split": 8},
-    "D": {"split": 2},
+    "B": {"split_warps": 2},
+    "C": {"split_warps": 2, "split": 8},
+    "D": {"split_rows_of": 16, "split_warps": 2, "split": 2},
     "E": {"split": 1},
-    "F": {"rows": 8, "warps": 1},
-    "G": {"rows": 4, "warps": 1},
+    "F": {"split_rows_of": 16, "split_warps": 2},
+    "G": {"split_rows_of": 4},
     "a": {},
     "b": {"float_rows": 16},
 }

@@ -97,7 +97,12 @@ def rounds_of(log: torch.Tensor, cpus: tuple[int, ...], skip: int = 8) -> dict[s
         "busy": spread(busy),
         "pause": spread(began[1:] - ended[:-1]),
     }
-    for name, at in (("seen", SEEN), ("quantised", QUANTISED), ("gated", GATED), ("downed", DOWNED)):
+    for name, at in (
+        ("seen", SEEN),
+        ("quantised", QUANTISED),
+        ("gated", GATED),
+        ("downed", DOWNED),
+    ):
         first, last = t[:, :, at].min(1), t[:, :, at].max(1)
         result |= {f"{name}_first": spread(first), f"{name}_last": spread(last)}
         over = t[:, :, at] - np.median(t[:, :, at], 1, keepdims=True) > LATE_NS

@@ -39,7 +39,14 @@ ROUNDS = 8192  # kept of a log
 PERIOD_S = 450e-6  # from request to request: a layer's time
 COPIES_AT_ONCE = 40  # 13 MB each: 10 ms of PCIe
 SHOWN = frozenset(
-    ("tok_s", "best_tok_s", "pcie_gbps_while_busy", "cpu_gbps_while_busy", "hit_rate", "stall_ms_a_token")
+    (
+        "tok_s",
+        "best_tok_s",
+        "pcie_gbps_while_busy",
+        "cpu_gbps_while_busy",
+        "hit_rate",
+        "stall_ms_a_token",
+    )
 )
 Say = Callable[[str, Any], None]
 
@@ -171,7 +178,9 @@ def alone(asker: Asker, way: Way, copier: Copier, say: Say, seconds: float = 0.2
 class Decoding:
     """Steps of one executor and its graphs, with one service after the other."""
 
-    def __init__(self, executor: HybridExecutor, graphs: DecodeGraphs, tokens: list[int], rates: Any) -> None:
+    def __init__(
+        self, executor: HybridExecutor, graphs: DecodeGraphs, tokens: list[int], rates: Any
+    ) -> None:
         self._executor, self._graphs, self._tokens, self._rates = executor, graphs, tokens, rates
 
     def __call__(self, way: Way, say: Say, *, live: bool) -> None:
@@ -180,7 +189,9 @@ class Decoding:
         if x.service is not None:
             x.service.stop()
         share = x._prefill._cpu
-        x._new_service = building._service_factory(x.store, share._fields, ACT, x._block, way.options)
+        x._new_service = building._service_factory(
+            x.store, share._fields, ACT, x._block, way.options
+        )
         x._start_service()
         log = way.prepare(x.service)
         x.set_rates(self._rates)
@@ -222,7 +233,9 @@ def main() -> None:
                 alone(asker, Way(**{**vars(way), "name": name, "copies": copies}), copier, say)
         for slices in (1, 19):
             name = f"helping, {slices} slices"
-            alone(asker, Way(name, len(cpus) - 1, cpus[1:], slices=(slices, slices + 1)), copier, say)
+            alone(
+                asker, Way(name, len(cpus) - 1, cpus[1:], slices=(slices, slices + 1)), copier, say
+            )
     steps(options, device, store, free_before, cpus, say)
     geo.report("residency/cpu_rounds", figures, options.out)
 

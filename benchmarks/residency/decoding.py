@@ -80,7 +80,8 @@ def run_tokens(
         ends.append(time.perf_counter() - answered)
     warm = sorted(times[8:] or times)
     return {
-        "launch_us": sorted(launches)[len(launches) // 2] * 1e6,  # the host's, until a step is queued
+        "launch_us": sorted(launches)[len(launches) // 2]
+        * 1e6,  # the host's, until a step is queued
         "end_us": sorted(ends)[len(ends) // 2] * 1e6,  # and after its answer
         "tok_s": 1.0 / (sum(warm) / len(warm)),
         "median_tok_s": 1.0 / warm[len(warm) // 2],

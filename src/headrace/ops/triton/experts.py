@@ -13,7 +13,6 @@ from headrace.ops.triton.expert_launch import (
 )
 from headrace.ops.triton.expert_prefetch import FORMATS as ROUTER_FORMATS
 from headrace.ops.triton.expert_prefetch import PrefetchLauncher
-from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
     COPY_WORDS,
     NUM_COUNTS,
@@ -42,6 +41,5 @@ __all__ = [
     "Tuning",
     "new_plan_state",
     "plan_layer",
-    "slice_product",
     "start_step",
 ]

@@ -31,6 +31,8 @@ from headrace.ops.triton.unpack import GROUPS
 
 # Formats that are multiplied as stored: those without factors beside their blocks.
 PACKED = frozenset(GROUPS) - {"bf16", "f16", "f32", "fp8_e4m3", "nvfp4"}
+# Whose scales fewer warps would exchange among themselves (``expert_terms``).
+_SCALES_FOR_ALL = ("q6_k", "q4_0")
 _MOST_TOKENS = 4  # of a program
 _TERM_BLOCKS = 8  # of a program that cuts an activation into terms
 _INTERPRETED_ROWS = 128  # the interpreter's time goes with the number of operations
@@ -40,9 +42,14 @@ _INTERPRETED_ROWS = 128  # the interpreter's time goes with the number of operat
 class PackedTuning:
     """rows: of a program; columns: at once, by floats; ahead: steps loaded ahead, by integers, 2 or 4.
 
-    split: parts of a row at most, for matrices of up to split_rows rows.
-    H200, 2026-11-30, in a graph, read-only 4,305 GB/s; Q4_K, Q6_K, Q8_0 and Q4_0 of 151,936 x 2,048 (bf16:
-    152 us): 69, 78, 87 and 57 us. 8 rows a program take 88 us in Q4_K, 4 steps ahead 80.
+    split: parts of a row at most, for matrices of up to split_rows rows; split_rows_of: of a program there;
+    split_warps: for each part, twice as many where scales come four a row and step.
+
+    H200, 2026-11-30, in a graph, read-only 4,320 GB/s. Q4_K, Q5_K, Q6_K, Q8_0 and Q4_0 of 151,936 x 2,048
+    (bf16: 150 us): 66, 83, 76, 87 and 57 us; 8 rows a program take 88 us in Q4_K, 4 steps ahead 80.
+    2,048 x 4,096 (bf16: 8.7): Q4_K, Q6_K, Q8_0 6.2, 6.1, 6.2 in four parts of 8 rows; of 16 rows 6.5, 7.9,
+    7.3; in one part 9.3, 12.2, 14.3. 5,120 x 2,048 (bf16: 8.5): Q4_K 5.2; 16 rows 5.8, in one part 5.9.
+    Four activations in Q4_K, Q6_K, Q8_0, 5,120 x 2,048: 15, 18 and 11 us (bf16: 8.9).
     """
 
     rows: int = 16
@@ -50,6 +57,8 @@ class PackedTuning:
     ahead: int = 2
     split: int = 4
     split_rows: int = 8192
+    split_rows_of: int = 8
+    split_warps: int = 1
     float_rows: int = 8
     float_warps: int = 4
     columns: int = 256
@@ -268,7 +277,10 @@ def _shape(
         return _Shape(_INTERPRETED_ROWS // split, split, 1)
     if not all(by_terms):
         return _Shape(tuning.float_rows, 1, tuning.float_warps)
-    return _Shape(tuning.rows, split, tuning.warps * split)
+    if split == 1:
+        return _Shape(tuning.rows, 1, tuning.warps)
+    warps = tuning.split_warps * (2 if weights[0].format in _SCALES_FOR_ALL else 1)
+    return _Shape(tuning.split_rows_of, split, warps * split)
 
 
 def _tokens(count: int) -> int:
