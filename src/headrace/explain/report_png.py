@@ -62,7 +62,7 @@ def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> 
     axes.set_xlabel("FLOPs a byte")
     axes.set_ylabel("FLOP/s")
     title = f"{report.model} on {report.machine}: {report.phase}"
-    if any(rate > min(peak, memory * at) / ABOVE_ROOF for _, at, rate in points):
+    if any(rate > min(peak, memory * at) / ABOVE_ROOF for *_, at, rate in points):
         title += "\nabove the roof, which is main memory's: read from caches"
     axes.set_title(title)
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from string import ascii_letters
 
 from headrace.explain.report import ABOVE_ROOF, ClassRow, ExplainReport
 from headrace.explain.units_text import amount, figures, seconds
 
 PLOT_WIDTH, PLOT_HEIGHT = 64, 14
-# Letters of the classes in the picture, in the order of the table.
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+# Letters of the classes in the picture, in the order of the table: more than a step has classes.
+LETTERS = ascii_letters
 
 
 def table(report: ExplainReport) -> list[str]:
