@@ -84,8 +84,8 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 CASES = [
     # hidden, intermediate, slices, bias, act, blocks, changes of the shape
     (160, 64, 2, True, CLAMPED, 1, {"warps": 2}),
-    (160, 64, 2, True, CLAMPED, 3, {"warps": 2, "stages": 2, "chunks": 2, "chunk": 2}),
-    (96, 160, 5, False, SILU, 7, {"warps": 3, "chunks": 3}),
+    (160, 64, 2, True, CLAMPED, 3, {"warps": 2, "stages": 2}),
+    (96, 160, 5, False, SILU, 7, {"warps": 3, "stages": 3}),
     # Rows of 18 blocks, as gpt-oss' experts have in five slices.
     (32, 576, 1, True, CLAMPED, 2, {"warps": 1}),
 ]
@@ -121,7 +121,7 @@ def test_source_computes_float64(
     tensors = (
         slabs, entries, counts, pair_token, pair_weight, x_halves, h_halves, partial, done[1:], done,
     )  # fmt: skip
-    call = whole._Call(*(t.data_ptr() for t in tensors), 1)
+    call = whole._Call(*(t.data_ptr() for t in tensors), 1, len(entries))
     library.run(ctypes.byref(call), blocks)
     assert not done.any(), "the next call finds what this one found"
     want = np.full((4, slices, hidden), np.nan)

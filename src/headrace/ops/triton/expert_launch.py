@@ -82,7 +82,7 @@ class Tuning:
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
-    whole: bool = True  # MXFP4 in one kernel where there is one
+    whole: bool = False  # MXFP4 in one kernel where there is one
 
 
 class ExpertLauncher:

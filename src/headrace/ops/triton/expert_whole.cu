@@ -29,14 +29,15 @@ struct Call {
     int* done;       // of each entry, tiles of gate and up that are done; zero before and after
     int* passed;     // blocks that need ``done`` no more; zero before and after
     int which;       // of counts
+    int most;        // entries that there can be
 };
 
 struct Share {
     int begin, end;
 };
 
-__device__ __forceinline__ Share share_of(int total) {
-    return {(int)((u64)total * blockIdx.x / gridDim.x), (int)((u64)total * (blockIdx.x + 1) / gridDim.x)};
+__device__ __forceinline__ Share share_of(u32 total) {
+    return {(int)(total * blockIdx.x / gridDim.x), (int)(total * (blockIdx.x + 1) / gridDim.x)};
 }
 
 // A run of up to CHUNK tiles of down of one entry, from tile ``at`` of all on.
@@ -57,35 +58,39 @@ __device__ __forceinline__ u16* h_of(const Call& call, int4 entry, int pair) {
     return call.h + (u64)pair * (2 * S * WIDTH) + entry.y % S * WIDTH;
 }
 
-__device__ __forceinline__ float bias_of(const u8* slot, int at, int row) {
-#if HAS_BIAS
-    return ((const float*)(slot + at))[row];
-#else
-    return 0.0f;
-#endif
+__device__ __forceinline__ float bias_of(const u8* biases, int row) {
+    return HAS_BIAS ? ((const float*)biases)[row] : 0.0f;
 }
 
 // The fetching warp: one lane.
 __device__ __forceinline__ void fetch(const Call& call, Shared& sh, Share one, Share two) {
-    for (int i = 0; i < one.end - one.begin; i++) {
-        int stage = i % STAGES, tile = (one.begin + i) % TILES1;
-        const u8* slot = slot_of(call, call.entries[(one.begin + i) / TILES1]);
-        if (i >= STAGES) barrier_wait(sh.gate_up_free[stage], (i / STAGES - 1) & 1);
-        u64& full = sh.gate_up_full[stage];
-        barrier_expect(full, CODES1 + SCALES1);
-        bulk_copy(sh.gate_up[stage], slot + GATE_UP_CODES + tile * CODES1, CODES1, full);
-        bulk_copy(sh.gate_up[stage] + CODES1, slot + GATE_UP_SCALES + tile * SCALES1, SCALES1, full);
+    u64 policy = read_once();
+    int i = 0, current = -1;
+    const u8* slot = call.arena;
+    auto claim = [&](int entry, u32 nbytes) {
+        if (entry != current) {
+            current = entry;
+            slot = slot_of(call, call.entries[entry]);
+        }
+        if (i >= STAGES) barrier_wait(sh.free[i % STAGES], (i / STAGES - 1) & 1);
+        barrier_expect(sh.full[i % STAGES], nbytes);
+    };
+    auto bring = [&](int to, int from, u32 nbytes) {
+        bulk_copy(sh.stage[i % STAGES] + to, slot + from, nbytes, sh.full[i % STAGES], policy);
+    };
+    for (int at = one.begin; at < one.end; at++, i++) {
+        int tile = at % TILES1;
+        claim(at / TILES1, NBYTES1);
+        bring(0, GATE_UP_CODES + tile * CODES1, CODES1);
+        bring(CODES1, GATE_UP_SCALES + tile * SCALES1, SCALES1);
+        if (HAS_BIAS) bring(CODES1 + SCALES1, GATE_UP_BIAS + tile * BIAS, BIAS);
     }
-    int k = 0;
-    for (int at = two.begin; at < two.end; k++) {
+    for (int at = two.begin; at < two.end; i++) {
         Run run = run_of(at, two.end);
-        int stage = k % CHUNKS;
-        const u8* slot = slot_of(call, call.entries[run.entry]);
-        if (k >= CHUNKS) barrier_wait(sh.down_free[stage], (k / CHUNKS - 1) & 1);
-        u64& full = sh.down_full[stage];
-        barrier_expect(full, run.count * (CODES2 + SCALES2));
-        bulk_copy(sh.down[stage], slot + DOWN_CODES + run.tile * CODES2, run.count * CODES2, full);
-        bulk_copy(sh.down[stage] + CHUNK * CODES2, slot + DOWN_SCALES + run.tile * SCALES2, run.count * SCALES2, full);
+        claim(run.entry, run.count * (CODES2 + SCALES2 + BIAS));
+        bring(0, DOWN_CODES + run.tile * CODES2, run.count * CODES2);
+        bring(CHUNK * CODES2, DOWN_SCALES + run.tile * SCALES2, run.count * SCALES2);
+        if (HAS_BIAS) bring(CHUNK * (CODES2 + SCALES2), DOWN_BIAS + run.tile * BIAS, run.count * BIAS);
         at += run.count;
     }
 }
@@ -107,16 +112,15 @@ __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, i
             entry = call.entries[current];
             mine = 0;
         }
-        // Lanes 0 to 7 have gates, 8 to 15 ups.
-        float bias = lane < 16 ? bias_of(slot_of(call, entry), GATE_UP_BIAS, tile * 16 + lane % 8 * 2 + lane / 8) : 0.0f;
         for (int pair = entry.z; pair < entry.z + entry.w; pair++, step++) {
             int place = step % RESULTS;
             barrier_wait(sh.sums_full[place], step / RESULTS & 1);
-            float y = 0.0f;
+            float y = 0.0f, bias = sh.sums[place][WARPS][lane % 16];
+#pragma unroll
             for (int w = 0; w < WARPS; w++) y += sh.sums[place][w][lane % 16];
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.sums_free[place]);
-            y = y * RESULT + bias;
+            y = y * RESULT + bias;  // gates in lanes 0 to 7, ups in 8 to 15
             float up = __shfl_xor_sync(~0u, y, 8);
             if (lane < 8) store_halves(h_of(call, entry, pair) + tile * 8, S * WIDTH, lane, gated(y, up));
             __syncwarp();
@@ -138,6 +142,7 @@ __device__ __forceinline__ void multiply_gate_up(const Call& call, Shared& sh, S
     u32 b[UNITS1][16];
     for (int i = 0; i < one.end - one.begin; i++) {
         int stage = i % STAGES;
+        const u8 *codes = sh.stage[stage], *scales = codes + CODES1;
         if ((one.begin + i) / TILES1 != current) {
             current = (one.begin + i) / TILES1;
             entry = call.entries[current];
@@ -145,21 +150,37 @@ __device__ __forceinline__ void multiply_gate_up(const Call& call, Shared& sh, S
         for (int pair = entry.z; pair < entry.z + entry.w; pair++, step++) {
             int token = call.pair_token[pair], place = step % RESULTS;
             if (token != held) {
-                load_halves<UNITS1, BLOCKS1>(b, call.x + (u64)token * (2 * HIDDEN), HIDDEN, warp * UNITS1);
+                const u16* x = call.x + (u64)token * (2 * HIDDEN);
+#pragma unroll
+                for (int u = 0; u < UNITS1; u++) load_halves<BLOCKS1>(b[u], x, HIDDEN, (warp * UNITS1 + u) * 4);
+#if E4M3
+#pragma unroll
+                for (int u = 0; u < UNITS1; u++)
+#pragma unroll
+                    for (int i = 0; i < 16; i += 4) {
+                        u32 *w = b[u] + i, a = w[0], c = w[1], d = w[2], e = w[3];
+                        w[0] = __byte_perm(a, d, 0x5410); w[1] = __byte_perm(a, d, 0x7632);
+                        w[2] = __byte_perm(c, e, 0x5410); w[3] = __byte_perm(c, e, 0x7632);
+                    }
+#endif
                 held = token;
             }
-            barrier_wait(sh.gate_up_full[stage], i / STAGES & 1);
-            const u8* codes = sh.gate_up[stage];
-            float2 y = two_rows<UNITS1, ROW1, BLOCKS1>(codes, codes + CODES1, b, warp * UNITS1);
+            barrier_wait(sh.full[stage], i / STAGES & 1);
+            float2 y = make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int u = 0; u < UNITS1; u++) add_unit<ROW1, BLOCKS1>(y, codes, scales, b[u], (warp * UNITS1 + u) * 4);
+            y = over_four_lanes(y);
             if (step >= RESULTS) barrier_wait(sh.sums_free[place], (step / RESULTS - 1) & 1);
             if (lane % 4 == 0) {
                 sh.sums[place][warp][lane / 4] = y.x;
                 sh.sums[place][warp][8 + lane / 4] = y.y;
             }
+            if (warp == WARPS - 1 && lane < 16)  // which has the fewest columns
+                sh.sums[place][WARPS][lane] = bias_of(scales + SCALES1, lane % 8 * 2 + lane / 8);
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.sums_full[place]);
         }
-        if (lane == 0) barrier_arrive(sh.gate_up_free[stage]);
+        if (lane == 0) barrier_arrive(sh.free[stage]);
     }
 }
 
@@ -174,14 +195,18 @@ __device__ __noinline__ void stand_in(const Call& call, int4 entry) {
             const u16* x = call.x + (u64)call.pair_token[pair] * (2 * HIDDEN);
             float gate = 0.0f, up = 0.0f;
             for (int w = 0; w < WARPS; w++) {
-                u32 b[UNITS1][16];
-                load_halves<UNITS1, BLOCKS1>(b, x, HIDDEN, w * UNITS1);
-                float2 y = two_rows<UNITS1, ROW1, BLOCKS1>(codes, scales, b, w * UNITS1);
+                float2 y = make_float2(0.0f, 0.0f);
+                for (int u = w * UNITS1; u < (w + 1) * UNITS1; u++) {
+                    u32 b[16];
+                    load_halves<BLOCKS1>(b, x, HIDDEN, u * 4);
+                    add_unit<ROW1, BLOCKS1>(y, codes, scales, b, u * 4);
+                }
+                y = over_four_lanes(y);
                 gate += y.x;
                 up += y.y;
             }
-            gate = gate * RESULT + bias_of(slot, GATE_UP_BIAS, tile * 16 + 2 * g);
-            up = up * RESULT + bias_of(slot, GATE_UP_BIAS, tile * 16 + 2 * g + 1);
+            gate = gate * RESULT + bias_of(slot + GATE_UP_BIAS, tile * 16 + 2 * g);
+            up = up * RESULT + bias_of(slot + GATE_UP_BIAS, tile * 16 + 2 * g + 1);
             if (lane % 4 == 0) store_halves(h_of(call, entry, pair) + tile * 8, S * WIDTH, g, gated(gate, up));
         }
     }
@@ -199,59 +224,78 @@ __device__ __forceinline__ void await_tiles(const Call& call, int index, int4 en
     __syncwarp();
 }
 
-// Whole rows of the block's tiles of down; warps take tiles in turn.
-__device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Share two) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, current = -1, held = -1, k = 0;
+// Whole rows of the block's tiles of down; warps take tiles in turn. ``i``: stages used so far.
+__device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Share two, int i) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, current = -1;
     int last = two.end > two.begin ? (two.end - 1) / TILES2 : -1;
     int4 entry = make_int4(0, 0, 0, 0);
-    u32 b[UNITS2][16];
     if (last < 0 && lane == 0) barrier_arrive(sh.polled);
-    for (int at = two.begin; at < two.end; k++) {
+    for (int at = two.begin; at < two.end; i++) {
         Run run = run_of(at, two.end);
-        int stage = k % CHUNKS, first = (at - two.begin) % WARPS;
+        int stage = i % STAGES, first = (at - two.begin) % WARPS;
         if (run.entry != current) {
             current = run.entry;
             entry = call.entries[current];
-            held = -1;
             await_tiles(call, current, entry);
             if (current == last && lane == 0) barrier_arrive(sh.polled);
+            const u16* h = h_of(call, entry, entry.z);  // into the first-level cache, at once
+            for (int k = lane * 64; k < WIDTH; k += 32 * 64) {
+                touch(h + k);
+                touch(h + S * WIDTH + k);
+            }
         }
-        barrier_wait(sh.down_full[stage], k / CHUNKS & 1);
-        const u8* slot = slot_of(call, entry);
-        for (int i = (warp + WARPS - first) % WARPS; i < run.count; i += WARPS) {
-            int row = (run.tile + i) * 16 + lane / 4 * 2;
-            float2 bias = make_float2(bias_of(slot, DOWN_BIAS, row), bias_of(slot, DOWN_BIAS, row + 1));
+        barrier_wait(sh.full[stage], i / STAGES & 1);
+        const u8 *codes = sh.stage[stage], *scales = codes + CHUNK * CODES2, *biases = scales + CHUNK * SCALES2;
+        for (int k = (warp + WARPS - first) % WARPS; k < run.count; k += WARPS) {
+            int row = lane / 4 * 2;
             for (int pair = entry.z; pair < entry.z + entry.w; pair++) {
-                if (pair != held) {
-                    load_halves<UNITS2, BLOCKS2>(b, h_of(call, entry, pair), S * WIDTH, 0);
-                    held = pair;
-                }
                 float weight = call.pair_weight[pair];
-                float2 y = two_rows<UNITS2, ROW2, BLOCKS2>(
-                    sh.down[stage] + i * CODES2, sh.down[stage] + CHUNK * CODES2 + i * SCALES2, b, 0);
-                float* out = call.partial + ((u64)pair * S + entry.y % S) * HIDDEN + row;
-                y = make_float2((y.x * RESULT + bias.x) * weight, (y.y * RESULT + bias.y) * weight);
+                const u16* h = h_of(call, entry, pair);
+#if ZEROS
+                const uint4* own = lane / 8 == lane % 4 ? (const uint4*)(h + lane / 4 % 2 * S * WIDTH + lane % 4 * 32) : nothing;
+#endif
+                float2 y = make_float2(0.0f, 0.0f);
+#pragma unroll
+                for (int u = 0; u < UNITS2; u++) {
+                    u32 b[16];
+#if ZEROS
+                    load_row_halves<BLOCKS2>(b, own, u);
+#else
+                    load_halves<BLOCKS2>(b, h, S * WIDTH, u * 4);
+#endif
+                    add_unit<ROW2, BLOCKS2>(y, codes + k * CODES2, scales + k * SCALES2, b, u * 4);
+                }
+                y = over_four_lanes(y);
+                y.x = (y.x * RESULT + bias_of(biases, k * 16 + row)) * weight;
+                y.y = (y.y * RESULT + bias_of(biases, k * 16 + row + 1)) * weight;
+                float* out = call.partial + ((u64)pair * S + entry.y % S) * HIDDEN + (run.tile + k) * 16 + row;
                 if (lane % 4 == 0) *(float2*)out = y;
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(sh.down_free[stage]);
+        if (lane == 0) barrier_arrive(sh.free[stage]);
         at += run.count;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS + 64, 1) expert_whole(const __grid_constant__ Call call) {
+// Lines that blocks soon wait for one after the other, all at once: in a step, the kernel before wrote them, but
+// a stream of weights may have driven them from the cache.
+__device__ __forceinline__ void ask_ahead(const Call& call) {
+    int i = threadIdx.x;
+    if (i < 32 && 8 * i < call.most) ask(call.entries + 8 * i);
+    if (i == 32) ask(call.pair_token);
+    if (i == 33) ask(call.pair_weight);
+    for (int k = i * 64; k < 2 * HIDDEN; k += (32 * WARPS + 64) * 64) ask(call.x + k);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS + 64, RESIDENT) expert_whole(const __grid_constant__ Call call) {
     SHARED_MEMORY(raw);
     Shared& sh = *(Shared*)raw;
     int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(sh.gate_up_full[i], 1);
-            barrier_init(sh.gate_up_free[i], WARPS);
-        }
-        for (int i = 0; i < CHUNKS; i++) {
-            barrier_init(sh.down_full[i], 1);
-            barrier_init(sh.down_free[i], WARPS);
+            barrier_init(sh.full[i], 1);
+            barrier_init(sh.free[i], WARPS);
         }
         for (int i = 0; i < RESULTS; i++) {
             barrier_init(sh.sums_full[i], WARPS);
@@ -263,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 64, 1) expert_whole(co
     __syncthreads();
     wait_for_kernel();
     start_next_kernel();
+    ask_ahead(call);
     int count = call.counts[call.which];
     Share one = share_of(count * TILES1), two = share_of(count * TILES2);
     if (warp == WARPS) {
@@ -271,6 +316,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 64, 1) expert_whole(co
         close(call, sh, one, count);
     } else {
         multiply_gate_up(call, sh, one);
-        multiply_down(call, sh, two);
+        multiply_down(call, sh, two, one.end - one.begin);
     }
 }

@@ -20,22 +20,26 @@ typedef unsigned long long u64;
 // A unit is four blocks of a row, one for each lane of four. Of a row of gate and up each warp takes UNITS1.
 #define UNITS1 (((BLOCKS1 + 3) / 4 + WARPS - 1) / WARPS)
 #define UNITS2 ((BLOCKS2 + 3) / 4)
-// Bytes of a stage: a tile of gate and up; CHUNK tiles of down.
-#define STAGE1 ((CODES1 + SCALES1 + 127) / 128 * 128)
-#define STAGE2 ((CHUNK * (CODES2 + SCALES2) + 127) / 128 * 128)
+#define BIAS (HAS_BIAS * 16 * 4)  // of a tile
+// Bytes of a stage: a tile of gate and up, or CHUNK tiles of down; codes, scales and biases one after another.
+#define NBYTES1 (CODES1 + SCALES1 + BIAS)
+#define NBYTES2 (CHUNK * (CODES2 + SCALES2 + BIAS))
+#define STAGE (((NBYTES1 > NBYTES2 ? NBYTES1 : NBYTES2) + 127) / 128 * 128)
 #define RESULTS 4            // tiles' sums on their way from the warps to the one that adds them up
 #define BEYOND 64            // bytes that a last row's last unit may read beyond its stage
+#if E4M3
+#define RESULT 4096.0f
+#else
 #define RESULT 1048576.0f    // 2^20, undoes HALF_SCALE and the 2^-14 of codes read as float16
+#endif
 #define HALF_SCALE 0.015625f // of activations before they are cut into two float16
 #define SECOND 2048.0f       // of the second of them
 
 struct Shared {
-    alignas(128) u8 gate_up[STAGES][STAGE1];
-    alignas(128) u8 down[CHUNKS][STAGE2];
+    alignas(128) u8 stage[STAGES][STAGE];
     u8 beyond[BEYOND];
-    float sums[RESULTS][WARPS][16];
-    u64 gate_up_full[STAGES], gate_up_free[STAGES], down_full[CHUNKS], down_free[CHUNKS];
-    u64 sums_full[RESULTS], sums_free[RESULTS], polled;
+    float sums[RESULTS][WARPS + 1][16];  // of each warp, and biases: gates, then ups
+    u64 full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS], polled;
 };
 static_assert(sizeof(Shared) <= SHARED_NBYTES, "the launch must ask for as much as there is");
 
@@ -67,11 +71,27 @@ __device__ __forceinline__ void barrier_wait(u64& barrier, u32 parity) {
         : "memory");
 }
 
-__device__ __forceinline__ void bulk_copy(void* to, const u8* from, u32 nbytes, u64& barrier) {
+// Weights are read once: they shall not drive from the second-level cache what is read again.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void bulk_copy(void* to, const u8* from, u32 nbytes, u64& barrier, u64 policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
-        "l"(from), "r"(nbytes), "r"(address(&barrier))
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(address(to)), "l"(from), "r"(nbytes), "r"(address(&barrier)), "l"(policy)
         : "memory");
+}
+
+// Ask for the line of an address before somebody waits for it: from memory, or from the second-level cache.
+__device__ __forceinline__ void ask(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ __forceinline__ void touch(const void* p) {
+    u32 unused;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(p) : "memory");
+    (void)unused;
 }
 
 // What others wrote before they added to *p may be read after this.
@@ -123,6 +143,13 @@ __device__ __forceinline__ void start_next_kernel() { asm volatile("griddepcontr
 // Eight E2M1 -> four float16x2 of codes n and n + 4, times 2^-14, exactly: E2M1's bits are float16's at sign 15,
 // exponent 11 to 10, mantissa 9.
 __device__ __forceinline__ void unpack(u32 (&p)[4], u32 w) {
+#if E4M3
+    u32 low = ((w << 4) & 0x80808080u) | ((w << 2) & 0x1C1C1C1Cu);
+    u32 high = (w & 0x80808080u) | ((w >> 2) & 0x1C1C1C1Cu);
+    asm("{ .reg .b16 x, y; mov.b32 {x, y}, %2; cvt.rn.f16x2.e4m3x2 %0, x; cvt.rn.f16x2.e4m3x2 %1, y; }" : "=r"(p[0]), "=r"(p[1]) : "r"(low));
+    asm("{ .reg .b16 x, y; mov.b32 {x, y}, %2; cvt.rn.f16x2.e4m3x2 %0, x; cvt.rn.f16x2.e4m3x2 %1, y; }" : "=r"(p[2]), "=r"(p[3]) : "r"(high));
+    return;
+#endif
     u32 odd = select_bits(w, w >> 3, 0x80808080u);
     u32 even = select_bits(w << 4, w << 1, 0x80808080u);
     p[0] = (even << 8) & 0x8E008E00u;
@@ -138,49 +165,55 @@ __device__ __forceinline__ void words_of(u32* words, uint4 q) {
     words[3] = q.w;
 }
 
-// An activation's halves of UNITS units from ``first`` on: this lane's part of the product's columns. Columns
-// 2 t and 2 t + 1 hold both terms of what lane t of four multiplies, and are zero in the others' rows.
-template <int UNITS, int BLOCKS>
-__device__ __forceinline__ void load_halves(u32 (&b)[UNITS][16], const u16* halves, int stride, int first) {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// A unit of an activation's halves, from ``block`` on: this lane's part of the product's columns. Columns 2 t and
+// 2 t + 1 hold both terms of what lane t of four multiplies, and are zero in the others' rows.
+template <int BLOCKS>
+__device__ __forceinline__ void load_halves(u32 (&b)[16], const u16* halves, int stride, int first) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, block = first + t;
+    bool mine = g / 2 == t && block < BLOCKS;
+    const uint4* at = (const uint4*)(halves + g % 2 * stride + block * 32);
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        int block = (first + u) * 4 + t;
-        bool mine = g / 2 == t && block < BLOCKS;
-        const uint4* at = (const uint4*)(halves + (u64)(g % 2) * stride + block * 32);
-#pragma unroll
-        for (int i = 0; i < 4; i++) words_of(b[u] + 4 * i, mine ? at[i] : make_uint4(0, 0, 0, 0));
-    }
+    for (int i = 0; i < 4; i++) words_of(b + 4 * i, mine ? at[i] : make_uint4(0, 0, 0, 0));
 }
 
-// Rows 2 g and 2 g + 1 of a tile times those halves: sums over UNITS units from ``first`` on, in all four lanes.
-// Beyond a row's end are other bytes of the slice or the stage; their halves are zero, and so are their scales,
-// which might be infinite.
-template <int UNITS, int ROW, int BLOCKS>
-__device__ __forceinline__ float2 two_rows(const u8* codes, const u8* scales, u32 (&b)[UNITS][16], int first) {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u8* code = codes + 2 * g * ROW + (first * 4 + t) * 16;
-    const u8* scale = scales + 2 * g * BLOCKS + first * 4 + t;
-    float2 sum = make_float2(0.0f, 0.0f);
+#if ZEROS
+__device__ uint4 nothing[UNITS2 * 16];
+// As load_halves, of a whole row: ``own`` is where this lane's halves are, or ``nothing``.
+template <int BLOCKS>
+__device__ __forceinline__ void load_row_halves(u32 (&b)[16], const uint4* own, int u) {
+    bool inside = BLOCKS % 4 == 0 || u < BLOCKS / 4 || threadIdx.x % 4 < BLOCKS % 4;
+    const uint4* at = (inside ? own : nothing) + u * 16;
 #pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-        bool inside = (first + u) * 4 + t < BLOCKS;
-        u32 low[4], high[4];
-        words_of(low, *(const uint4*)(code + u * 64));
-        words_of(high, *(const uint4*)(code + ROW + u * 64));
-        u32 e0 = scale[u * 4], e1 = scale[BLOCKS + u * 4];
-        float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = 0; i < 4; i++) words_of(b + 4 * i, at[i]);
+}
+#endif
+
+// Add a unit of rows 2 g and 2 g + 1 of a tile, from ``block`` on, times those halves. Beyond a row's end are other
+// bytes of the slice or the stage; their halves are zero, and so are their scales, which might be infinite.
+template <int ROW, int BLOCKS>
+__device__ __forceinline__ void add_unit(float2& sum, const u8* codes, const u8* scales, const u32 (&b)[16], int first) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, block = first + t;
+    const u8* code = codes + 2 * g * ROW + block * 16;
+    const u8* scale = scales + 2 * g * BLOCKS + block;
+    bool inside = block < BLOCKS;
+    u32 low[4], high[4];
+    words_of(low, *(const uint4*)code);
+    words_of(high, *(const uint4*)(code + ROW));
+    u32 e0 = scale[0], e1 = scale[BLOCKS];
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int w = 0; w < 4; w++) {
-            u32 p[4], q[4];
-            unpack(p, low[w]);
-            unpack(q, high[w]);
-            product(c, p[0], q[0], p[1], q[1], b[u][4 * w], b[u][4 * w + 1]);
-            product(c, p[2], q[2], p[3], q[3], b[u][4 * w + 2], b[u][4 * w + 3]);
-        }
-        sum.x += (c[0] + c[1] * (1.0f / SECOND)) * (inside ? __uint_as_float(e0 << 23) : 0.0f);
-        sum.y += (c[2] + c[3] * (1.0f / SECOND)) * (inside ? __uint_as_float(e1 << 23) : 0.0f);
+    for (int w = 0; w < 4; w++) {
+        u32 p[4], q[4];
+        unpack(p, low[w]);
+        unpack(q, high[w]);
+        product(c, p[0], q[0], p[1], q[1], b[4 * w], b[4 * w + 1]);
+        product(c, p[2], q[2], p[3], q[3], b[4 * w + 2], b[4 * w + 3]);
     }
+    sum.x += (c[0] + c[1] * (1.0f / SECOND)) * (inside ? __uint_as_float(e0 << 23) : 0.0f);
+    sum.y += (c[2] + c[3] * (1.0f / SECOND)) * (inside ? __uint_as_float(e1 << 23) : 0.0f);
+}
+
+__device__ __forceinline__ float2 over_four_lanes(float2 sum) {
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) {
         sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
@@ -202,7 +235,11 @@ __device__ __forceinline__ float gated(float gate, float up) {
 __device__ __forceinline__ void store_halves(u16* halves, int stride, int column, float x) {
     float scaled = x * HALF_SCALE;
     u16 first = half_of(scaled);
+#if E4M3
+    halves += column % 2 * 4 + column / 2;
+#else
     halves += column % 4 * 2 + column / 4;
+#endif
     halves[0] = first;
     halves[stride] = half_of((scaled - float_of(first)) * SECOND);
 }

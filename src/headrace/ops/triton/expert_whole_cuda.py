@@ -23,10 +23,12 @@ CAPABILITY = (9, 0)  # bulk copies, programmatic dependent launch
 BLOCK, ROWS = 32, 16  # weights of a scale, rows of a tile
 UNIT = 4 * BLOCK  # columns that four lanes take at a time
 RESULTS, BEYOND = 4, 64  # of the source
-# Activations that a warp holds are 16 registers a unit, beside some 70 others.
-MOST_UNITS = 6
-# Left of a multiprocessor's shared memory for the small kernels beside this one (fetches over PCIe).
-LEFT_NBYTES = 12 << 10
+# Of a row, for each warp: activations that it holds are 16 registers a unit. Of a whole row: instructions.
+MOST_UNITS, MOST_UNITS_OF_ROW = 3, 12
+LEAST_STAGES = 3
+# Of a multiprocessor's shared memory: what each block takes beside its own, and what is left for the small
+# kernels beside this one (fetches over PCIe).
+RESERVED_NBYTES, LEFT_NBYTES = 1 << 10, 8 << 10
 # Until a block computes what it waits for. Beyond what any fetch beside it takes (some 300 us).
 PATIENCE_NS = 5_000_000
 
@@ -35,14 +37,14 @@ PATIENCE_NS = 5_000_000
 class Shape:
     """Compile-time choices.
 
-    warps: that multiply; stages: tiles of gate and up on their way; chunks: runs of down's tiles on their
-    way, of ``chunk`` tiles each
+    warps: that multiply; stages: each a tile of gate and up, or several of down
+    resident: blocks of a multiprocessor for which registers and shared memory are kept: with 2, the next
+    launch's are set up before this one's have ended
     """
 
     warps: int = 8
-    stages: int = 3
-    chunks: int = 7
-    chunk: int = 4
+    stages: int = 4
+    resident: int = 2
 
 
 class _Call(ctypes.Structure):
@@ -53,37 +55,47 @@ class _Call(ctypes.Structure):
             "arena", "entries", "counts", "pair_token", "pair_weight", "x", "h", "partial", "done",
             "passed",
         )),
-        ("which", ctypes.c_int),
+        ("which", ctypes.c_int), ("most", ctypes.c_int),
     )  # fmt: skip
 
 
-def shared_nbytes(hidden: int, width: int, shape: Shape) -> int:
+def chunk_of(geometry: SliceGeometry) -> int:
+    """Tiles of down that are about as many bytes as one of gate and up."""
+    gate_up, down = (_tile_nbytes(k, geometry.has_bias) for k in (geometry.hidden, geometry.width))
+    return max((gate_up + down // 2) // down, 1)
+
+
+def _tile_nbytes(columns: int, has_bias: bool) -> int:
+    return ROWS * (columns // 2 + columns // BLOCK + 4 * has_bias)
+
+
+def shared_nbytes(geometry: SliceGeometry, shape: Shape) -> int:
     """Bytes of the kernel's ``Shared``."""
-    gate_up = _up(ROWS * (hidden // 2 + hidden // BLOCK))
-    down = _up(shape.chunk * ROWS * (width // 2 + width // BLOCK))
-    barriers = 2 * (shape.stages + shape.chunks + RESULTS) + 1
-    rest = BEYOND + RESULTS * shape.warps * ROWS * 4 + 8 * barriers
-    return _up(shape.stages * gate_up + shape.chunks * down + rest)
+    gate_up, down = (_tile_nbytes(k, geometry.has_bias) for k in (geometry.hidden, geometry.width))
+    stage = _up(max(gate_up, chunk_of(geometry) * down))
+    barriers = 2 * (shape.stages + RESULTS) + 1
+    return _up(
+        shape.stages * stage + BEYOND + RESULTS * (shape.warps + 1) * ROWS * 4 + 8 * barriers
+    )
 
 
 def _up(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
-def shape_for(hidden: int, width: int, most_nbytes: int) -> Shape | None:
-    """The measured shape, with fewer bytes on their way where ``most_nbytes`` are too few; None: no
-    shape serves."""
+def shape_for(geometry: SliceGeometry, most_nbytes: int) -> Shape | None:
+    """The measured shape, with less on its way where ``most_nbytes`` of a multiprocessor are too few;
+    None: no shape serves."""
+    units = -(-geometry.hidden // UNIT), -(-geometry.width // UNIT)
     shape = Shape()
-    if -(-hidden // UNIT) > MOST_UNITS // 2 * shape.warps or -(-width // UNIT) > MOST_UNITS:
+    if units[0] > MOST_UNITS * shape.warps or units[1] > MOST_UNITS_OF_ROW:
         return None
-    while shared_nbytes(hidden, width, shape) > most_nbytes:
-        if shape.chunks > 2:
-            shape = replace(shape, chunks=shape.chunks - 1)
-        elif shape.stages > 2:
-            shape = replace(shape, stages=shape.stages - 1)
-        else:
-            return None
-    return shape
+    for resident in (shape.resident, 1):
+        for stages in range(shape.stages, LEAST_STAGES - 1, -1):
+            found = replace(shape, stages=stages, resident=resident)
+            if resident * (shared_nbytes(geometry, found) + RESERVED_NBYTES) <= most_nbytes:
+                return found
+    return None
 
 
 def defines(
@@ -99,8 +111,8 @@ def defines(
         *(f"DOWN_{name}={at}" for name, at in zip(names, g.down, strict=True)),
         f"CLAMPED={int(act.kind == 'swiglu_clamped')}",
         f"ALPHA={float(act.alpha)}f", f"LIMIT={float(act.limit)}f",
-        f"WARPS={shape.warps}", f"STAGES={shape.stages}", f"CHUNKS={shape.chunks}",
-        f"CHUNK={shape.chunk}", f"SHARED_NBYTES={shared_nbytes(g.hidden, g.width, shape)}",
+        f"WARPS={shape.warps}", f"STAGES={shape.stages}", f"CHUNK={chunk_of(g)}",
+        f"RESIDENT={shape.resident}", f"SHARED_NBYTES={shared_nbytes(g, shape)}",
         f"PATIENCE_NS={patience_ns}",
     )  # fmt: skip
 
@@ -125,8 +137,8 @@ def takes(geometry: SliceGeometry, device: torch.device) -> bool:
 
 @cache
 def _shape(geometry: SliceGeometry, device: int) -> Shape | None:
-    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return shape_for(geometry.hidden, geometry.width, most - LEFT_NBYTES)
+    most = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return shape_for(geometry, most - LEFT_NBYTES)
 
 
 @cache
@@ -135,7 +147,7 @@ def _kernel(
 ) -> cuda_source.Kernel:
     capability = torch.cuda.get_device_capability(device)
     program = cuda_source.compiled(source(), capability, defines(geometry, act, shape))
-    nbytes = shared_nbytes(geometry.hidden, geometry.width, shape)
+    nbytes = shared_nbytes(geometry, shape)
     return cuda_source.load(program, {"expert_whole": nbytes})["expert_whole"]
 
 
@@ -178,6 +190,6 @@ class WholeExperts:
             self._arena, entries, s.counts, s.pair_token, s.pair_weight, self._x, self._h,
             self._partial, self._done[1:], self._done,
         )  # fmt: skip
-        call = _Call(*(t.data_ptr() for t in tensors), which)
+        call = _Call(*(t.data_ptr() for t in tensors), which, len(entries))
         threads = 32 * self._shape.warps + 64
         self._kernel.launch((self._blocks, 1, 1), threads, call, overlaps=overlaps)
