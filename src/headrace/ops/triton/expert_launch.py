@@ -179,9 +179,12 @@ class ExpertLauncher:
         own = self._layers[layer].host_nbytes if self._layers else 0
         return own or self._geometry.slice_nbytes
 
-    def hits(self, x: torch.Tensor, layer: int = 0) -> None:
-        """Compute the planned hits. ``layer`` matters where layers differ."""
-        self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer)
+    def hits(self, x: torch.Tensor, layer: int = 0, *, ready: bool = False) -> None:
+        """Compute the planned hits. ``layer`` matters where layers differ.
+
+        ready: the plan was made before the kernel ahead in the stream began
+        """
+        self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer, ready=ready)
 
     def fetched(self, x: torch.Tensor, layer: int = 0) -> None:
         """Compute what ``gather`` brought."""
@@ -195,12 +198,16 @@ class ExpertLauncher:
         only: str | None = None,
         *,
         layer: int = 0,
+        ready: bool = False,
     ) -> None:
-        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
+        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks.
+
+        ready: the entries were whole before the kernel ahead in the stream began
+        """
         if only is None and self._whole is not None:
             # What was fetched depends on the side stream, too: no start before its end.
             hits = which == COUNT_HITS.value
-            self._whole.compute(entries, which, overlaps=self._overlap and hits)
+            self._whole.compute(entries, which, overlaps=self._overlap and hits, ready=ready)
             return
         if only != "down":
             if self._blocks is not None:

@@ -30,6 +30,7 @@ struct Call {
     int* passed;     // blocks that need ``done`` no more; zero before and after
     int which;       // of counts
     int most;        // entries that there can be
+    int ready;       // entries were whole before the kernel ahead began: weights are fetched before its end
 };
 
 struct Share {
@@ -95,11 +96,6 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh, Share one, S
     }
 }
 
-__device__ __forceinline__ void count_done(const Call& call, int entry, int tiles) {
-    __threadfence();
-    atomicAdd(call.done + entry, tiles);
-}
-
 // The closing warp.
 __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, int count) {
     int lane = threadIdx.x % 32, step = 0, current = -1, mine = 0;
@@ -107,7 +103,7 @@ __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, i
     for (int at = one.begin; at < one.end; at++) {
         int tile = at % TILES1;
         if (at / TILES1 != current) {
-            if (mine && lane == 0) count_done(call, current, mine);
+            if (mine && lane == 0) add_released(call.done + current, mine);
             current = at / TILES1;
             entry = call.entries[current];
             mine = 0;
@@ -115,9 +111,12 @@ __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, i
         for (int pair = entry.z; pair < entry.z + entry.w; pair++, step++) {
             int place = step % RESULTS;
             barrier_wait(sh.sums_full[place], step / RESULTS & 1);
-            float y = 0.0f, bias = sh.sums[place][WARPS][lane % 16];
+            float y = 0.0f, bias = sh.biases[place][lane % 16];
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) y += sh.sums[place][w][lane % 16];
+            for (int w = 0; w < WARPS; w++) {
+                float4 four = sh.sums[place][w][lane % 16];
+                y += (four.x + four.y) + (four.z + four.w);
+            }
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.sums_free[place]);
             y = y * RESULT + bias;  // gates in lanes 0 to 7, ups in 8 to 15
@@ -127,7 +126,7 @@ __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, i
         }
         mine++;
     }
-    if (mine && lane == 0) count_done(call, current, mine);
+    if (mine && lane == 0) add_released(call.done + current, mine);
     barrier_wait(sh.polled, 0);
     if (lane == 0 && atomicAdd(call.passed, 1) == (int)gridDim.x - 1) {  // nobody reads them any more
         for (int i = 0; i < count; i++) call.done[i] = 0;
@@ -137,51 +136,65 @@ __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, i
 
 // This warp's columns of the block's tiles of gate and up.
 __device__ __forceinline__ void multiply_gate_up(const Call& call, Shared& sh, Share one) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = 0, current = -1, held = -1;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = 0, current = one.begin / TILES1, token = 0;
     int4 entry = make_int4(0, 0, 0, 0);
+    if (one.begin < one.end) {
+        entry = call.entries[current];
+        token = call.pair_token[entry.z];
+    }
+    wait_for_kernel();
+#if TRIGGER == 0
+    start_next_kernel();
+#endif
+#if HELD
+    int held = -1;
     u32 b[UNITS1][16];
+#endif
     for (int i = 0; i < one.end - one.begin; i++) {
         int stage = i % STAGES;
         const u8 *codes = sh.stage[stage], *scales = codes + CODES1;
         if ((one.begin + i) / TILES1 != current) {
             current = (one.begin + i) / TILES1;
             entry = call.entries[current];
+            token = call.pair_token[entry.z];
         }
         for (int pair = entry.z; pair < entry.z + entry.w; pair++, step++) {
-            int token = call.pair_token[pair], place = step % RESULTS;
+            int place = step % RESULTS;
+            if (entry.w > 1) token = call.pair_token[pair];
+            const u16* x = call.x + (u64)token * (2 * HIDDEN);
+#if HELD
             if (token != held) {
-                const u16* x = call.x + (u64)token * (2 * HIDDEN);
 #pragma unroll
                 for (int u = 0; u < UNITS1; u++) load_halves<BLOCKS1>(b[u], x, HIDDEN, (warp * UNITS1 + u) * 4);
-#if E4M3
-#pragma unroll
-                for (int u = 0; u < UNITS1; u++)
-#pragma unroll
-                    for (int i = 0; i < 16; i += 4) {
-                        u32 *w = b[u] + i, a = w[0], c = w[1], d = w[2], e = w[3];
-                        w[0] = __byte_perm(a, d, 0x5410); w[1] = __byte_perm(a, d, 0x7632);
-                        w[2] = __byte_perm(c, e, 0x5410); w[3] = __byte_perm(c, e, 0x7632);
-                    }
-#endif
                 held = token;
             }
+#endif
             barrier_wait(sh.full[stage], i / STAGES & 1);
             float2 y = make_float2(0.0f, 0.0f);
 #pragma unroll
-            for (int u = 0; u < UNITS1; u++) add_unit<ROW1, BLOCKS1>(y, codes, scales, b[u], (warp * UNITS1 + u) * 4);
-            y = over_four_lanes(y);
-            if (step >= RESULTS) barrier_wait(sh.sums_free[place], (step / RESULTS - 1) & 1);
-            if (lane % 4 == 0) {
-                sh.sums[place][warp][lane / 4] = y.x;
-                sh.sums[place][warp][8 + lane / 4] = y.y;
+            for (int u = 0; u < UNITS1; u++) {
+#if HELD
+                add_unit<ROW1, BLOCKS1>(y, codes, scales, b[u], (warp * UNITS1 + u) * 4);
+#else
+                u32 b[16];
+                load_halves<BLOCKS1>(b, x, HIDDEN, (warp * UNITS1 + u) * 4);
+                add_unit<ROW1, BLOCKS1>(y, codes, scales, b, (warp * UNITS1 + u) * 4);
+#endif
             }
+            if (step >= RESULTS) barrier_wait(sh.sums_free[place], (step / RESULTS - 1) & 1);
+            float* sums = (float*)sh.sums[place][warp];
+            sums[lane] = y.x;
+            sums[32 + lane] = y.y;
             if (warp == WARPS - 1 && lane < 16)  // which has the fewest columns
-                sh.sums[place][WARPS][lane] = bias_of(scales + SCALES1, lane % 8 * 2 + lane / 8);
+                sh.biases[place][lane] = bias_of(scales + SCALES1, lane % 8 * 2 + lane / 8);
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.sums_full[place]);
         }
         if (lane == 0) barrier_arrive(sh.free[stage]);
     }
+#if TRIGGER == 1
+    start_next_kernel();
+#endif
 }
 
 // All of an entry's h, by this warp, in the same order of sums as everywhere.
@@ -229,6 +242,10 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Shar
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, current = -1;
     int last = two.end > two.begin ? (two.end - 1) / TILES2 : -1;
     int4 entry = make_int4(0, 0, 0, 0);
+#if HELD == 2
+    int held = -1;
+    u32 b[UNITS2][16];
+#endif
     if (last < 0 && lane == 0) barrier_arrive(sh.polled);
     for (int at = two.begin; at < two.end; i++) {
         Run run = run_of(at, two.end);
@@ -238,11 +255,17 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Shar
             entry = call.entries[current];
             await_tiles(call, current, entry);
             if (current == last && lane == 0) barrier_arrive(sh.polled);
+#if HELD == 2
+            held = -1;
+        }
+        {
+#else
             const u16* h = h_of(call, entry, entry.z);  // into the first-level cache, at once
             for (int k = lane * 64; k < WIDTH; k += 32 * 64) {
                 touch(h + k);
                 touch(h + S * WIDTH + k);
             }
+#endif
         }
         barrier_wait(sh.full[stage], i / STAGES & 1);
         const u8 *codes = sh.stage[stage], *scales = codes + CHUNK * CODES2, *biases = scales + CHUNK * SCALES2;
@@ -251,20 +274,24 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Shar
             for (int pair = entry.z; pair < entry.z + entry.w; pair++) {
                 float weight = call.pair_weight[pair];
                 const u16* h = h_of(call, entry, pair);
-#if ZEROS
-                const uint4* own = lane / 8 == lane % 4 ? (const uint4*)(h + lane / 4 % 2 * S * WIDTH + lane % 4 * 32) : nothing;
-#endif
                 float2 y = make_float2(0.0f, 0.0f);
+#if HELD == 2
+                if (pair != held) {
+                    held = pair;
+#pragma unroll
+                    for (int u = 0; u < UNITS2; u++) load_halves<BLOCKS2>(b[u], h, S * WIDTH, u * 4);
+                }
+#pragma unroll
+                for (int u = 0; u < UNITS2; u++)
+                    add_unit<ROW2, BLOCKS2>(y, codes + k * CODES2, scales + k * SCALES2, b[u], u * 4);
+#else
 #pragma unroll
                 for (int u = 0; u < UNITS2; u++) {
                     u32 b[16];
-#if ZEROS
-                    load_row_halves<BLOCKS2>(b, own, u);
-#else
                     load_halves<BLOCKS2>(b, h, S * WIDTH, u * 4);
-#endif
                     add_unit<ROW2, BLOCKS2>(y, codes + k * CODES2, scales + k * SCALES2, b, u * 4);
                 }
+#endif
                 y = over_four_lanes(y);
                 y.x = (y.x * RESULT + bias_of(biases, k * 16 + row)) * weight;
                 y.y = (y.y * RESULT + bias_of(biases, k * 16 + row + 1)) * weight;
@@ -288,7 +315,7 @@ __device__ __forceinline__ void ask_ahead(const Call& call) {
     for (int k = i * 64; k < 2 * HIDDEN; k += (32 * WARPS + 64) * 64) ask(call.x + k);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS + 64, RESIDENT) expert_whole(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT) expert_whole(const __grid_constant__ Call call) {
     SHARED_MEMORY(raw);
     Shared& sh = *(Shared*)raw;
     int warp = threadIdx.x / 32;
@@ -305,14 +332,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 64, RESIDENT) expert_w
         barriers_are_set_up();
     }
     __syncthreads();
-    wait_for_kernel();
-    start_next_kernel();
+    if (!call.ready) wait_for_kernel();
     ask_ahead(call);
     int count = call.counts[call.which];
     Share one = share_of(count * TILES1), two = share_of(count * TILES2);
     if (warp == WARPS) {
         if (threadIdx.x % 32 == 0) fetch(call, sh, one, two);
     } else if (warp == WARPS + 1) {
+        wait_for_kernel();
         close(call, sh, one, count);
     } else {
         multiply_gate_up(call, sh, one);

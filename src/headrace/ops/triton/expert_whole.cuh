@@ -27,18 +27,15 @@ typedef unsigned long long u64;
 #define STAGE (((NBYTES1 > NBYTES2 ? NBYTES1 : NBYTES2) + 127) / 128 * 128)
 #define RESULTS 4            // tiles' sums on their way from the warps to the one that adds them up
 #define BEYOND 64            // bytes that a last row's last unit may read beyond its stage
-#if E4M3
-#define RESULT 4096.0f
-#else
 #define RESULT 1048576.0f    // 2^20, undoes HALF_SCALE and the 2^-14 of codes read as float16
-#endif
 #define HALF_SCALE 0.015625f // of activations before they are cut into two float16
 #define SECOND 2048.0f       // of the second of them
 
 struct Shared {
     alignas(128) u8 stage[STAGES][STAGE];
     u8 beyond[BEYOND];
-    float sums[RESULTS][WARPS + 1][16];  // of each warp, and biases: gates, then ups
+    float4 sums[RESULTS][WARPS][16];  // of each warp, of four lanes: gates, then ups
+    float biases[RESULTS][16];
     u64 full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS], polled;
 };
 static_assert(sizeof(Shared) <= SHARED_NBYTES, "the launch must ask for as much as there is");
@@ -94,6 +91,11 @@ __device__ __forceinline__ void touch(const void* p) {
     (void)unused;
 }
 
+// Add to *p, after everything that this thread, or one that it has met at a barrier, wrote before.
+__device__ __forceinline__ void add_released(int* p, int more) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(more) : "memory");
+}
+
 // What others wrote before they added to *p may be read after this.
 __device__ __forceinline__ int acquired(const int* p) {
     int v;
@@ -143,13 +145,6 @@ __device__ __forceinline__ void start_next_kernel() { asm volatile("griddepcontr
 // Eight E2M1 -> four float16x2 of codes n and n + 4, times 2^-14, exactly: E2M1's bits are float16's at sign 15,
 // exponent 11 to 10, mantissa 9.
 __device__ __forceinline__ void unpack(u32 (&p)[4], u32 w) {
-#if E4M3
-    u32 low = ((w << 4) & 0x80808080u) | ((w << 2) & 0x1C1C1C1Cu);
-    u32 high = (w & 0x80808080u) | ((w >> 2) & 0x1C1C1C1Cu);
-    asm("{ .reg .b16 x, y; mov.b32 {x, y}, %2; cvt.rn.f16x2.e4m3x2 %0, x; cvt.rn.f16x2.e4m3x2 %1, y; }" : "=r"(p[0]), "=r"(p[1]) : "r"(low));
-    asm("{ .reg .b16 x, y; mov.b32 {x, y}, %2; cvt.rn.f16x2.e4m3x2 %0, x; cvt.rn.f16x2.e4m3x2 %1, y; }" : "=r"(p[2]), "=r"(p[3]) : "r"(high));
-    return;
-#endif
     u32 odd = select_bits(w, w >> 3, 0x80808080u);
     u32 even = select_bits(w << 4, w << 1, 0x80808080u);
     p[0] = (even << 8) & 0x8E008E00u;
@@ -176,18 +171,6 @@ __device__ __forceinline__ void load_halves(u32 (&b)[16], const u16* halves, int
     for (int i = 0; i < 4; i++) words_of(b + 4 * i, mine ? at[i] : make_uint4(0, 0, 0, 0));
 }
 
-#if ZEROS
-__device__ uint4 nothing[UNITS2 * 16];
-// As load_halves, of a whole row: ``own`` is where this lane's halves are, or ``nothing``.
-template <int BLOCKS>
-__device__ __forceinline__ void load_row_halves(u32 (&b)[16], const uint4* own, int u) {
-    bool inside = BLOCKS % 4 == 0 || u < BLOCKS / 4 || threadIdx.x % 4 < BLOCKS % 4;
-    const uint4* at = (inside ? own : nothing) + u * 16;
-#pragma unroll
-    for (int i = 0; i < 4; i++) words_of(b + 4 * i, at[i]);
-}
-#endif
-
 // Add a unit of rows 2 g and 2 g + 1 of a tile, from ``block`` on, times those halves. Beyond a row's end are other
 // bytes of the slice or the stage; their halves are zero, and so are their scales, which might be infinite.
 template <int ROW, int BLOCKS>
@@ -200,15 +183,18 @@ __device__ __forceinline__ void add_unit(float2& sum, const u8* codes, const u8*
     words_of(low, *(const uint4*)code);
     words_of(high, *(const uint4*)(code + ROW));
     u32 e0 = scale[0], e1 = scale[BLOCKS];
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    // A product waits some 33 clocks for the one before in its sum, so there are several.
+    float d[SUMS][4] = {}, *c = d[0];
 #pragma unroll
     for (int w = 0; w < 4; w++) {
         u32 p[4], q[4];
         unpack(p, low[w]);
         unpack(q, high[w]);
-        product(c, p[0], q[0], p[1], q[1], b[4 * w], b[4 * w + 1]);
-        product(c, p[2], q[2], p[3], q[3], b[4 * w + 2], b[4 * w + 3]);
+        product(d[2 * w % SUMS], p[0], q[0], p[1], q[1], b[4 * w], b[4 * w + 1]);
+        product(d[(2 * w + 1) % SUMS], p[2], q[2], p[3], q[3], b[4 * w + 2], b[4 * w + 3]);
     }
+#pragma unroll
+    for (int i = 0; i < 4 * (SUMS - 1); i++) c[i % 4] += d[1 + i / 4][i % 4];
     sum.x += (c[0] + c[1] * (1.0f / SECOND)) * (inside ? __uint_as_float(e0 << 23) : 0.0f);
     sum.y += (c[2] + c[3] * (1.0f / SECOND)) * (inside ? __uint_as_float(e1 << 23) : 0.0f);
 }
@@ -235,11 +221,7 @@ __device__ __forceinline__ float gated(float gate, float up) {
 __device__ __forceinline__ void store_halves(u16* halves, int stride, int column, float x) {
     float scaled = x * HALF_SCALE;
     u16 first = half_of(scaled);
-#if E4M3
-    halves += column % 2 * 4 + column / 2;
-#else
     halves += column % 4 * 2 + column / 4;
-#endif
     halves[0] = first;
     halves[stride] = half_of((scaled - float_of(first)) * SECOND);
 }

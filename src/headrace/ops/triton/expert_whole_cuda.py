@@ -43,8 +43,12 @@ class Shape:
     """
 
     warps: int = 8
-    stages: int = 4
-    resident: int = 2
+    stages: int = 6
+    resident: int = 1
+    sums: int = 4
+    held: int = 1
+    trigger: int = 1
+    bound: int = 512
 
 
 class _Call(ctypes.Structure):
@@ -55,7 +59,7 @@ class _Call(ctypes.Structure):
             "arena", "entries", "counts", "pair_token", "pair_weight", "x", "h", "partial", "done",
             "passed",
         )),
-        ("which", ctypes.c_int), ("most", ctypes.c_int),
+        ("which", ctypes.c_int), ("most", ctypes.c_int), ("ready", ctypes.c_int),
     )  # fmt: skip
 
 
@@ -74,9 +78,8 @@ def shared_nbytes(geometry: SliceGeometry, shape: Shape) -> int:
     gate_up, down = (_tile_nbytes(k, geometry.has_bias) for k in (geometry.hidden, geometry.width))
     stage = _up(max(gate_up, chunk_of(geometry) * down))
     barriers = 2 * (shape.stages + RESULTS) + 1
-    return _up(
-        shape.stages * stage + BEYOND + RESULTS * (shape.warps + 1) * ROWS * 4 + 8 * barriers
-    )
+    sums = RESULTS * ROWS * 4 * (4 * shape.warps + 1)
+    return _up(shape.stages * stage + BEYOND + sums + 8 * barriers)
 
 
 def _up(nbytes: int) -> int:
@@ -112,7 +115,8 @@ def defines(
         f"CLAMPED={int(act.kind == 'swiglu_clamped')}",
         f"ALPHA={float(act.alpha)}f", f"LIMIT={float(act.limit)}f",
         f"WARPS={shape.warps}", f"STAGES={shape.stages}", f"CHUNK={chunk_of(g)}",
-        f"RESIDENT={shape.resident}", f"SHARED_NBYTES={shared_nbytes(g, shape)}",
+        f"RESIDENT={shape.resident}", f"SUMS={shape.sums}", f"HELD={shape.held}", f"TRIGGER={shape.trigger}",
+        f"BOUND={max(shape.bound, 32 * shape.warps + 64)}", f"SHARED_NBYTES={shared_nbytes(g, shape)}",
         f"PATIENCE_NS={patience_ns}",
     )  # fmt: skip
 
@@ -180,16 +184,19 @@ class WholeExperts:
         most = max(state.hits.shape[0], state.fetches.shape[0])
         self._done = torch.zeros(most + 1, dtype=torch.int32, device=arena.device)
 
-    def compute(self, entries: torch.Tensor, which: int, *, overlaps: bool) -> None:
+    def compute(
+        self, entries: torch.Tensor, which: int, *, overlaps: bool, ready: bool = False
+    ) -> None:
         """partial = weight * (down act(gate x, up x) + bias) of ``counts[which]`` entries.
 
         overlaps: it may start before the kernel ahead of it in the stream has ended
+        ready: the entries, and what lies in their slots, were whole before the kernel ahead began
         """
         s = self._state
         tensors = (
             self._arena, entries, s.counts, s.pair_token, s.pair_weight, self._x, self._h,
             self._partial, self._done[1:], self._done,
         )  # fmt: skip
-        call = _Call(*(t.data_ptr() for t in tensors), which, len(entries))
+        call = _Call(*(t.data_ptr() for t in tensors), which, len(entries), ready)
         threads = 32 * self._shape.warps + 64
         self._kernel.launch((self._blocks, 1, 1), threads, call, overlaps=overlaps)
