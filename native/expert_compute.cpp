@@ -10,7 +10,7 @@ namespace headrace {
 namespace {
 
 constexpr int64_t kUnitColumns = 4;  // columns of the intermediate dimension that stay together
-constexpr int64_t kHiddenUnit = 16;  // rows of down: a cache line of `out`
+constexpr int64_t kHiddenUnit = 4;   // rows of down that stay together, as the products take them
 constexpr int64_t kStripRows = 64;    // rows computed before their results are used: one block of columns
 constexpr int64_t kStripTokens = 32;
 // What a unit costs with n tokens, so that workers are given equal shares: max(kReadCost, n * kTokenCost). Two
@@ -19,6 +19,10 @@ constexpr int64_t kStripTokens = 32;
 constexpr int64_t kReadCost = 5, kTokenCost = 2;
 constexpr int64_t kTiledCost = 8;  // pairs that add one to kReadCost where tiles are used
 constexpr int64_t kTermAlignment = 64;
+// The smallest pieces of work: 5 us of a thread's reading, 24 KB of MXFP4 in gate and up and, with some ten items, about as
+// many in down. Smaller ones end closer together but read worse.
+constexpr int64_t kLeastUnits = 2, kLeastHiddenUnits = 2;
+constexpr int64_t kQuantisePiece = 3;  // blocks
 
 int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -27,7 +31,8 @@ int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple *
 ExpertCompute::ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num_experts, Gate act,
                              const ExpertSizes& sizes, int threads)
     : layout_(layouts.at(0)), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
-      units_((layout_.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout_.width + kTermBlock - 1) / kTermBlock) {
+      units_((layout_.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout_.width + kTermBlock - 1) / kTermBlock),
+      work_{SharedWork(threads), SharedWork(threads), SharedWork(threads)} {
   const int64_t rows = sizes.pairs * layout_.num_slices;
   items_.reserve(static_cast<size_t>(sizes.items));
   between_.resize(static_cast<size_t>(rows * layout_.width));
@@ -122,40 +127,71 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     total_cost_ += cost * units_;
   }
   if (tiled_) tiles_->reserve();
+  share();
   if (act_has_terms_ || tiled_)
     for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
       done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   return ExpertFault::none;
 }
 
-// The first column that is not of the workers before `worker`: by cost, in whole units.
-ExpertCompute::Cut ExpertCompute::cut(int worker) const {
-  const int64_t target = total_cost_ * worker / threads_;
+// Who begins with what. Tiles first in the first phase, then blocks of terms.
+void ExpertCompute::share() {
+  const int64_t terms = x_has_terms_ && !all_tiled_ ? request_.tokens * (layout_.hidden / kTermBlock) : 0;
+  const int64_t inputs = terms + (tiled_ ? tiles_->input_units() : 0);
+  work_[kQuantise].plan(inputs, [&](int worker) { return inputs * worker / threads_; });
+  work_[kGateUp].plan(static_cast<int64_t>(items_.size()) * units_, [&](int worker) { return unit_cut(worker); });
+  const int64_t units = (layout_.hidden + kHiddenUnit - 1) / kHiddenUnit;
+  work_[kDown].plan(units, [&](int worker) { return units * worker / threads_; });
+}
+
+// The first unit of columns that is not of the workers before `worker`: equal costs for all.
+int64_t ExpertCompute::unit_cut(int worker) const {
   const auto count = static_cast<int64_t>(items_.size());
+  if (count == 0) return 0;
+  const int64_t target = total_cost_ * worker / threads_;
   int64_t i = count - 1;
   while (i > 0 && items_[static_cast<size_t>(i)].cost_before > target) --i;
-  if (worker == threads_ || count == 0) return {count, 0};
   const Item& item = items_[static_cast<size_t>(i)];
-  return {i, std::min(layout_.width, (target - item.cost_before) / item.cost * kUnitColumns)};
+  return i * units_ + std::min(units_, (target - item.cost_before) / item.cost);
 }
 
+// Row of down where a worker begins, unless others have helped it by then.
 int64_t ExpertCompute::hidden_cut(int worker) const {
-  const int64_t units = (layout_.hidden + kHiddenUnit - 1) / kHiddenUnit;
-  return std::min(layout_.hidden, units * worker / threads_ * kHiddenUnit);
+  return std::min(layout_.hidden - 1, work_[kDown].begin_of(worker) * kHiddenUnit);
 }
 
-void ExpertCompute::quantise(int worker) {
-  const Cut from = cut(worker);
-  if (from.item < static_cast<int64_t>(items_.size())) {  // the first rows travel meanwhile
-    const Matrix& m = items_[static_cast<size_t>(from.item)].slice.gate_up;
-    const uint8_t* p = m.data + 2 * from.column * m.row_nbytes;
-    for (int64_t at = 0; at < reading_.near_nbytes; at += 64) __builtin_prefetch(p + at);
+bool ExpertCompute::run(Phase phase, int worker) {
+  const int64_t done = phase == kQuantise ? quantise(worker) : phase == kGateUp ? gate_up(worker) : down(worker);
+  const bool last = work_[phase].finish(done);
+  if (phase != kDown) ask_first_rows(static_cast<Phase>(phase + 1), worker, reading_.far_nbytes);
+  return last;
+}
+
+// What a worker will read first in a phase: it travels while the one before is completed by all.
+void ExpertCompute::ask_first_rows(Phase phase, int worker, int64_t nbytes) const {
+  const int64_t unit = work_[phase].begin_of(worker), i = phase == kGateUp ? unit / units_ : 0;
+  if (i >= static_cast<int64_t>(items_.size())) return;
+  const SliceView& slice = items_[static_cast<size_t>(i)].slice;
+  const uint8_t* p = phase == kGateUp ? slice.gate_up.data + 2 * (unit % units_) * kUnitColumns * slice.gate_up.row_nbytes
+                                      : slice.down.data + hidden_cut(worker) * slice.down.row_nbytes;
+  for (int64_t at = 0; at < nbytes; at += 64) __builtin_prefetch(p + at, 0, 2);  // into the L2 cache
+}
+
+int64_t ExpertCompute::quantise(int worker) {
+  ask_first_rows(kGateUp, worker, reading_.near_nbytes);
+  const int64_t tiles = tiled_ ? tiles_->input_units() : 0;
+  int64_t done = 0;
+  const auto piece = [](int64_t, int64_t left) { return std::min(kQuantisePiece, left); };
+  for (UnitRange r{}; work_[kQuantise].take(worker, piece, r); done += r.size()) {
+    if (r.first < tiles) tiles_->pack_inputs(request_.x, request_.pair_token, r.first, std::min(r.last, tiles));
+    if (r.last > tiles) quantise_blocks(std::max(r.first, tiles) - tiles, r.last - tiles);
   }
-  if (tiled_) tiles_->pack_inputs(request_.x, request_.pair_token, worker);
-  if (!x_has_terms_ || all_tiled_) return;
-  const int64_t blocks = layout_.hidden / kTermBlock, all = request_.tokens * blocks;
-  const int64_t end = all * (worker + 1) / threads_;
-  for (int64_t i = all * worker / threads_; i < end; ++i) {
+  return done;
+}
+
+void ExpertCompute::quantise_blocks(int64_t first, int64_t last) {
+  const int64_t blocks = layout_.hidden / kTermBlock;
+  for (int64_t i = first; i < last; ++i) {
     const int64_t token = i / blocks, b = i % blocks;
     expert_kernels_->quantise(request_.x + token * layout_.hidden + b * kTermBlock, layout_.format, x_terms(token), b);
   }
@@ -200,7 +236,7 @@ void ExpertCompute::finish(const Item& item, int64_t pair, int64_t c0, int64_t n
 }
 
 // Whoever completes a block of columns quantises or packs it for all of the item's tokens.
-void ExpertCompute::complete(int64_t index, int64_t c0, int64_t c1) {
+void ExpertCompute::completed(int64_t index, int64_t c0, int64_t c1) {
   const Item& item = items_[static_cast<size_t>(index)];
   const int64_t b = c0 / kTermBlock;
   const auto n = static_cast<int32_t>(c1 - c0);
@@ -230,46 +266,60 @@ void ExpertCompute::columns(const Item& item, int64_t c0, int64_t c1, int64_t la
   }
 }
 
-void ExpertCompute::gate_up(int worker) {
-  const Cut from = cut(worker), to = cut(worker + 1);
+int64_t ExpertCompute::gate_up(int worker) {
+  constexpr int64_t kBlockUnits = kTermBlock / kUnitColumns;
   const auto count = static_cast<int64_t>(items_.size());
-  for (int64_t i = from.item; i < count && i <= to.item; ++i) {
+  int64_t done = 0;
+  // Pieces end with a block of columns; the last ones of a range are smaller, so that all end together. Several
+  // tokens take whole blocks: what is expanded for the first serves the others.
+  const auto piece = [&](int64_t first, int64_t left) {
+    const int64_t u = first % units_, whole = std::min(units_ - u, kBlockUnits - u % kBlockUnits);
+    const bool many = items_[static_cast<size_t>(first / units_)].pairs > 1;
+    return many ? whole : std::min(whole, std::max(kLeastUnits, left / 2));
+  };
+  for (UnitRange r{}; work_[kGateUp].take(worker, piece, r); done += r.size()) {
+    const int64_t i = r.first / units_, before = i * units_;
     const Item& item = items_[static_cast<size_t>(i)];
-    const int64_t first = i == from.item ? from.column : 0, last = i == to.item ? to.column : layout_.width;
-    const bool more = i < to.item && i + 1 < count && (i + 1 < to.item || to.column > 0);
+    const int64_t c0 = (r.first - before) * kUnitColumns, c1 = std::min(layout_.width, (r.last - before) * kUnitColumns);
+    const int64_t last = std::min(layout_.width, (r.end - before) * kUnitColumns);
     const Matrix& down = items_[0].slice.down;
-    const uint8_t* next = more ? items_[static_cast<size_t>(i + 1)].slice.gate_up.data
-                               : down.data + hidden_cut(worker) * down.row_nbytes;
-    for (int64_t c0 = first; c0 < last;) {
-      const int64_t c1 = std::min(last, (c0 / kTermBlock + 1) * kTermBlock);
-      columns(item, c0, c1, last, next, worker);
-      if (act_has_terms_ || item.tiled.used) complete(i, c0, c1);
-      c0 = c1;
-    }
+    const uint8_t* next = r.end > before + units_ && i + 1 < count ? items_[static_cast<size_t>(i + 1)].slice.gate_up.data
+                                                                   : down.data + hidden_cut(worker) * down.row_nbytes;
+    columns(item, c0, c1, last, next, worker);
+    if (act_has_terms_ || item.tiled.used) completed(i, c0, c1);
   }
+  return done;
 }
 
-void ExpertCompute::down(int worker) {
-  const int64_t h0 = hidden_cut(worker), h1 = hidden_cut(worker + 1);
-  const int64_t hidden = layout_.hidden;
+int64_t ExpertCompute::down(int worker) {
+  int64_t done = 0;
+  const auto piece = [](int64_t, int64_t left) { return std::min(kStripRows / kHiddenUnit, std::max(kLeastHiddenUnits, left / 2)); };
+  for (UnitRange r{}; work_[kDown].take(worker, piece, r); done += r.size())
+    down_rows(r.first * kHiddenUnit, std::min(layout_.hidden, r.last * kHiddenUnit), std::min(layout_.hidden, r.end * kHiddenUnit), worker);
+  return done;
+}
+
+// Rows [h0, h1), at most kStripRows, of all items; rows up to `end` will follow.
+void ExpertCompute::down_rows(int64_t h0, int64_t h1, int64_t end, int worker) {
+  const int64_t hidden = layout_.hidden, n = h1 - h0;
   for (int64_t t = 0; t < request_.tokens; ++t) std::fill(request_.out + t * hidden + h0, request_.out + t * hidden + h1, 0.0f);
   float* rows = scratch(worker);
-  for (size_t i = 0; i < items_.size(); ++i) {
+  const size_t count = items_.size();
+  for (size_t i = 0; i < count; ++i) {
     const Item& item = items_[i];
     const Matrix& m = item.slice.down;
-    const uint8_t* next = i + 1 < items_.size() ? items_[i + 1].slice.down.data + h0 * m.row_nbytes : nullptr;
-    for (int64_t h = h0; h < h1; h += kStripRows) {
-      const int64_t n = std::min(kStripRows, h1 - h);
-      for (int64_t j = 0; j < item.pairs; j += kStripTokens) {
-        const int64_t pairs = std::min(kStripTokens, item.pairs - j);
-        product(m, h, n, item, j, pairs, false, rows, {h1 - h, next}, worker);
-        for (int64_t t = 0; t < pairs; ++t) {
-          float* y = rows + t * kStripRows;
-          if (item.slice.down_bias != nullptr)
-            for (int64_t r = 0; r < n; ++r) y[r] += item.slice.down_bias[h + r];
-          const int64_t p = item.first + j + t;
-          kernels_->axpy(request_.pair_weight[p], y, n, request_.out + request_.pair_token[p] * hidden + h);
-        }
+    const uint8_t* next = i + 1 < count ? items_[i + 1].slice.down.data + h0 * m.row_nbytes
+                          : h1 < end    ? items_[0].slice.down.data + h1 * m.row_nbytes
+                                        : nullptr;
+    for (int64_t j = 0; j < item.pairs; j += kStripTokens) {
+      const int64_t pairs = std::min(kStripTokens, item.pairs - j);
+      product(m, h0, n, item, j, pairs, false, rows, {n, next}, worker);
+      for (int64_t t = 0; t < pairs; ++t) {
+        float* y = rows + t * kStripRows;
+        if (item.slice.down_bias != nullptr)
+          for (int64_t r = 0; r < n; ++r) y[r] += item.slice.down_bias[h0 + r];
+        const int64_t p = item.first + j + t;
+        kernels_->axpy(request_.pair_weight[p], y, n, request_.out + request_.pair_token[p] * hidden + h0);
       }
     }
   }

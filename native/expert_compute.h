@@ -5,8 +5,9 @@
 //   gate_up    gate and up rows, activation; workers share the rows of all items
 //   down       down rows, weighted and summed; workers share the hidden dimension
 //
-// Every worker calls the three phases in order, with a barrier between two phases. Results depend neither
-// on the number of workers nor, in requests of up to 16 tokens, on other tokens and items: a row is one sum in fixed
+// Every worker calls the three phases in order; a phase begins when the one before is complete, which does not take
+// every worker: those that are there do the work of those that are late (shared_work.h). Results depend neither
+// on who computes what nor on the number of workers nor, in requests of up to 16 tokens, on other tokens and items: a row is one sum in fixed
 // order, and a token's items are added in the order in which they stand (expert, slice). In larger requests items
 // of several tokens use tiles where the CPU has them (tiles.h), so that a dozen tokens cost what one does.
 #pragma once
@@ -20,6 +21,7 @@
 #include "expert_tiles.h"
 #include "kernels.h"
 #include "ops.h"
+#include "shared_work.h"
 
 namespace headrace {
 
@@ -51,10 +53,15 @@ class ExpertCompute {
   ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num_experts, Gate act, const ExpertSizes& sizes,
                 int threads);
 
+  enum Phase : int { kQuantise = 0, kGateUp = 1, kDown = 2 };
+  static constexpr int kPhases = 3;
+
+  // No worker may be inside a phase or may still enter one of the request before.
   ExpertFault plan(const ExpertRequest& request);
-  void quantise(int worker);
-  void gate_up(int worker);
-  void down(int worker);
+  // Computes until nothing is left to be taken; others may still be at work then. True for the worker that
+  // completed the phase.
+  bool run(Phase phase, int worker);
+  bool complete(Phase phase) const { return work_[phase].complete(); }
   // Instead of the phases: reads all bytes of the items, as a yardstick.
   float read(int worker);
 
@@ -62,6 +69,10 @@ class ExpertCompute {
   int64_t nbytes() const { return static_cast<int64_t>(items_.size()) * layout_.slice_nbytes; }
   void set_reading(const Reading& r) { reading_ = r; }
   void set_tile_use(const TileUse& u) { tile_use_ = u; }
+  // Whether workers without work take that of others; between requests.
+  void set_helping(bool on) {
+    for (SharedWork& w : work_) w.set_helping(on);
+  }
 
  private:
   struct Item {
@@ -73,17 +84,20 @@ class ExpertCompute {
     int64_t cost_before;    // of all items before it
     TiledItem tiled;
   };
-  struct Cut {
-    int64_t item, column;
-  };
-
   ExpertFault check(const ExpertRequest& r) const;
-  Cut cut(int worker) const;
+  void share();
+  int64_t unit_cut(int worker) const;
   int64_t hidden_cut(int worker) const;
+  void ask_first_rows(Phase phase, int worker, int64_t nbytes) const;
+  int64_t quantise(int worker);
+  void quantise_blocks(int64_t first, int64_t last);
+  int64_t gate_up(int worker);
+  int64_t down(int worker);
+  void down_rows(int64_t h0, int64_t h1, int64_t end, int worker);
   void columns(const Item& item, int64_t c0, int64_t c1, int64_t last, const uint8_t* next, int worker);
   void finish(const Item& item, int64_t pair, int64_t c0, int64_t n, const float* rows, int worker);
   int64_t expanded_at() const;
-  void complete(int64_t item, int64_t c0, int64_t c1);
+  void completed(int64_t item, int64_t c0, int64_t c1);
   void product(const Matrix& m, int64_t row0, int64_t rows, const Item& item, int64_t pair0, int64_t pairs, bool gate_up,
                float* out, const Ahead& ahead, int worker, int place = 0);
   float* scratch(int worker) { return &scratch_[static_cast<size_t>(worker * scratch_each_)]; }
@@ -110,6 +124,7 @@ class ExpertCompute {
   bool tiled_ = false;                  // some item of the request uses them
   bool all_tiled_ = false;
   int64_t total_cost_ = 0;
+  SharedWork work_[kPhases];
 
   std::vector<float> between_;  // [rows, width]: activations of every (item, pair)
   std::unique_ptr<std::atomic<int32_t>[]> done_;  // [items, blocks]: columns of a block that are there

@@ -55,9 +55,8 @@ int run_experts(const SlabLayout& layout, Address base, int64_t num_experts, int
   r.out = at<float>(fields[4]);
   if (const ExpertFault fault = compute.plan(r); fault != ExpertFault::none) return static_cast<int>(fault);
   Pool& pool = Pool::instance();
-  pool.run(threads, true, [&](int64_t i, int) { compute.quantise(static_cast<int>(i)); });
-  pool.run(threads, true, [&](int64_t i, int) { compute.gate_up(static_cast<int>(i)); });
-  pool.run(threads, true, [&](int64_t i, int) { compute.down(static_cast<int>(i)); });
+  for (const auto phase : {ExpertCompute::kQuantise, ExpertCompute::kGateUp, ExpertCompute::kDown})
+    pool.run(threads, true, [&](int64_t i, int) { compute.run(phase, static_cast<int>(i)); });
   return 0;
 }
 
@@ -90,7 +89,7 @@ void bind_experts(nb::module_& m) {
       .def("awake", &ExpertService::awake)
       .def("stats", [](const ExpertService& s) {
         const ServiceStats t = s.stats();
-        return std::make_tuple(t.requests, t.refused, t.nbytes, t.busy_s);
+        return std::make_tuple(t.requests, t.refused, t.nbytes, t.busy_s, t.square_nbytes, t.nbytes_s);
       })
       .def("request", &ExpertService::request, nb::call_guard<nb::gil_scoped_release>())
       .def("set_reading", [](ExpertService& s, int rows, int64_t near_nbytes, int64_t far_nbytes) {
@@ -98,5 +97,9 @@ void bind_experts(nb::module_& m) {
       })
       .def("set_tile_use", [](ExpertService& s, int64_t tokens, int64_t pairs) { s.set_tile_use({tokens, pairs}); })
       .def("set_read_only", &ExpertService::set_read_only)
+      .def("set_helping", &ExpertService::set_helping)
+      .def("set_yielding", &ExpertService::set_yielding)
+      .def("start_log", [](ExpertService& s, Address rows, int64_t rounds) { s.start_log(at<int64_t>(rows), rounds); })
+      .def("stop_log", &ExpertService::stop_log)
       .def("inject", [](ExpertService& s, int fault, int worker) { s.inject(static_cast<ServiceFault>(fault), worker); });
 }

@@ -2,9 +2,11 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "affinity.h"
+#include "round_log.h"
 #include "spin.h"
 
 #if defined(__linux__)
@@ -26,6 +28,7 @@ double seconds(Clock::duration d) { return std::chrono::duration<double>(d).coun
 void pin(const std::vector<int>& cpus, int worker) {
 #if defined(__linux__)
   prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);  // a nap of 50 us should not take 100
+  prctl(PR_SET_NAME, ("experts-" + std::to_string(worker)).c_str(), 0ul, 0ul, 0ul);
 #endif
   if (!cpus.empty()) stay_on(cpus[static_cast<size_t>(worker)]);
 }
@@ -52,7 +55,8 @@ struct ExpertService::State {
   Clock::time_point started;
 
   alignas(64) std::atomic<uint32_t> round{0};  // followers wait for its next value
-  alignas(64) std::atomic<uint64_t> arrived[3] = {};
+  alignas(64) std::atomic<uint64_t> arrived{0};  // threads at the end of a round, all rounds added up
+  alignas(64) std::atomic<uint64_t> answered{0};
   alignas(64) std::atomic<uint64_t> beat{0};
   alignas(64) std::atomic<uint32_t> bell{0};  // what sleepers wait on
   std::atomic<int> sleepers{0};
@@ -60,12 +64,16 @@ struct ExpertService::State {
   std::atomic<bool> failed{false};
   std::atomic<bool> woken{false};
   std::atomic<bool> read_only{false};
-  std::atomic<int> exited{0};
+  std::atomic<bool> yields{true};
+  RoundLog log;
+  std::atomic<int> placed{0}, exited{0};
   std::atomic<ServiceFault> fault{ServiceFault::none};
   std::atomic<int> fault_worker{-1};
   std::atomic<float> read_sink{0.0f};
 
+  // Of the answered requests; written by whoever answers, one after the other.
   std::atomic<int64_t> requests{0}, refused{0}, nbytes{0}, busy_ns{0};
+  std::atomic<double> square_nbytes{0.0}, nbytes_s{0.0};
 
   bool over() const { return stopping.load(std::memory_order_relaxed) || failed.load(std::memory_order_relaxed); }
   void ring() {
@@ -82,55 +90,63 @@ struct ExpertService::State {
     ring();
   }
 
-  // Waits until all threads have arrived `n` times at point `k`; false if the service ends first. Only the
-  // leader looks at the clock, so that one thread decides.
-  bool gather(int k, uint64_t n, bool leader) {
-    const uint64_t all = n * static_cast<uint64_t>(options.threads);
+  // Waits for `there`; false if the service ends first. Only the leader looks at the clock, so that one thread decides.
+  template <class There> bool await(const There& there, bool leader) {
     const auto start = Clock::now();
-    for (int turn = 1; arrived[k].load(std::memory_order_acquire) < all; ++turn) {
+    for (int turn = 1; !there(); ++turn) {
       if (over()) return false;
       if (turn % kTurns == 0 && leader && seconds(Clock::now() - start) > options.stall_s) {
         fail(ExpertFault::stalled);
         return false;
       }
-      pause_politely(turn, 4 * kTurns);
+      if (yields.load(std::memory_order_relaxed)) pause_politely(turn, 4 * kTurns);
+      else relax();
     }
     return true;
   }
-  bool meet(int k, uint64_t n, bool leader) {
-    arrived[k].fetch_add(1, std::memory_order_acq_rel);
-    return gather(k, n, leader);
-  }
 
-  // The share of one thread in round n; false if the thread must end.
+  // What one thread does in round n; false if the thread must end.
   bool work(int worker, uint64_t n) {
-    if (fault_worker.load(std::memory_order_relaxed) == worker && !survive()) return false;
-    const bool leader = worker == 0;
+    log.note(n, worker, 0);
+    if (!survive(worker, n)) return false;
+    const uint64_t all = n * static_cast<uint64_t>(options.threads);
     if (read_only.load(std::memory_order_relaxed)) {
       read_sink.store(compute.read(worker));
-      arrived[0].fetch_add(1);
-      arrived[1].fetch_add(1);
-    } else {
-      compute.quantise(worker);
-      if (!meet(0, n, leader)) return false;
-      compute.gate_up(worker);
-      if (!meet(1, n, leader)) return false;
-      compute.down(worker);
+      if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == all) answer(n);
+      return true;
     }
-    const uint64_t all = n * static_cast<uint64_t>(options.threads);
-    if (arrived[2].fetch_add(1, std::memory_order_acq_rel) + 1 == all) answer();
+    for (int k = 0; k < ExpertCompute::kPhases; ++k) {
+      const auto phase = static_cast<ExpertCompute::Phase>(k);
+      const bool last = compute.run(phase, worker);
+      log.note(n, worker, 2 * k + 1);
+      if (phase == ExpertCompute::kDown) {
+        if (last) answer(n);
+      } else {
+        if (!await([&] { return compute.complete(phase); }, worker == 0)) return false;
+        log.note(n, worker, 2 * k + 2);
+      }
+    }
+    arrived.fetch_add(1, std::memory_order_acq_rel);
     return true;
   }
 
-  // The last thread: counts the request, so that whoever sees the answer sees it counted.
-  void answer() {
+  // Whoever ends the last phase: counts the request, so that whoever sees the answer sees it counted.
+  void answer(uint64_t n) {
     requests.fetch_add(1, std::memory_order_relaxed);
-    nbytes.fetch_add(compute.nbytes(), std::memory_order_relaxed);
-    busy_ns.fetch_add(std::chrono::nanoseconds(Clock::now() - started).count(), std::memory_order_relaxed);
+    const int64_t read = compute.nbytes(), took = std::chrono::nanoseconds(Clock::now() - started).count();
+    nbytes.fetch_add(read, std::memory_order_relaxed);
+    busy_ns.fetch_add(took, std::memory_order_relaxed);
+    const auto size = static_cast<double>(read);
+    square_nbytes.store(square_nbytes.load(std::memory_order_relaxed) + size * size, std::memory_order_relaxed);
+    nbytes_s.store(nbytes_s.load(std::memory_order_relaxed) + size * static_cast<double>(took) * 1e-9, std::memory_order_relaxed);
+    log.head(n, 2, RoundLog::now());
     word(block.ack).store(seq, std::memory_order_release);
+    answered.store(n, std::memory_order_release);
   }
 
-  bool survive() {
+  // What a test injected into this thread; false if it must end.
+  bool survive(int worker, uint64_t n) {
+    if (fault_worker.load(std::memory_order_relaxed) != worker) return true;
     fault_worker.store(-1);
     switch (fault.exchange(ServiceFault::none)) {
       case ServiceFault::none: return true;
@@ -138,6 +154,9 @@ struct ExpertService::State {
       case ServiceFault::hang:
         while (!stopping.load()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return false;
+      case ServiceFault::late:
+        while (answered.load(std::memory_order_acquire) < n && !over()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        return !over();
       case ServiceFault::fail: throw std::runtime_error("a fault that a test injected");
     }
     return true;
@@ -186,7 +205,7 @@ struct ExpertService::State {
       if (woken.exchange(false)) busy = Clock::now();
       napping = seconds(Clock::now() - busy) > options.idle_s;
       if (napping) std::this_thread::sleep_for(kNap);
-      else std::this_thread::yield();
+      else if (yields.load(std::memory_order_relaxed)) std::this_thread::yield();
     }
   }
 
@@ -195,10 +214,17 @@ struct ExpertService::State {
     for (uint64_t n = 1; next_request(seen);) {
       started = Clock::now();
       if (word(block.abort).load() != 0 || !accept()) continue;
+      // A leader that is lost takes the request with it; one that is late has told the others.
+      if (fault.load(std::memory_order_relaxed) != ServiceFault::late && !survive(0, n)) return;
       seq = seen;
+      log.head(n, 0, compute.nbytes());
+      log.head(n, 1, std::chrono::nanoseconds(started.time_since_epoch()).count());
       round.fetch_add(1);
       if (sleepers.load() > 0) ring();
-      if (!work(0, n) || !gather(2, n, true)) return;
+      if (!work(0, n)) return;
+      // The answer is given when the work is done; the next request is planned when nobody can be at this one.
+      const uint64_t all = n * static_cast<uint64_t>(options.threads);
+      if (!await([&] { return arrived.load(std::memory_order_acquire) >= all; }, true)) return;
       ++n;
       beat.fetch_add(1, std::memory_order_relaxed);
     }
@@ -213,7 +239,7 @@ struct ExpertService::State {
         continue;
       }
       if (seconds(Clock::now() - busy) <= options.idle_s) {
-        std::this_thread::yield();
+        if (yields.load(std::memory_order_relaxed)) std::this_thread::yield();
         continue;
       }
       // The leader rings if it sees a sleeper after it has published; so either it sees us, or we see the round.
@@ -236,6 +262,7 @@ struct ExpertService::State {
 
   static void run(const std::shared_ptr<State>& s, int worker) {
     pin(s->options.cpus, worker);
+    s->placed.fetch_add(1);
     try {
       if (worker == 0) s->lead();
       else s->follow(worker);
@@ -260,6 +287,8 @@ void ExpertService::start() {
   if (!threads_.empty()) throw std::logic_error("expert service: started twice");
   if (state_->exited.load() != 0) throw std::logic_error("expert service: stopped services do not start again");
   for (int i = 0; i < state_->options.threads; ++i) threads_.emplace_back(State::run, state_, i);
+  // So that whoever looks at the process's threads afterwards sees their names and CPUs.
+  while (state_->placed.load() < state_->options.threads) std::this_thread::yield();
 }
 
 bool ExpertService::stop(double timeout_s) {
@@ -297,7 +326,8 @@ int ExpertService::awake() const {
 
 ServiceStats ExpertService::stats() const {
   const State& s = *state_;
-  return {s.requests.load(), s.refused.load(), s.nbytes.load(), static_cast<double>(s.busy_ns.load()) * 1e-9};
+  return {s.requests.load(), s.refused.load(), s.nbytes.load(), static_cast<double>(s.busy_ns.load()) * 1e-9,
+          s.square_nbytes.load(), s.nbytes_s.load()};
 }
 
 double ExpertService::request(double timeout_s) {
@@ -316,6 +346,10 @@ double ExpertService::request(double timeout_s) {
 void ExpertService::set_reading(const Reading& reading) { state_->compute.set_reading(reading); }
 void ExpertService::set_tile_use(const TileUse& use) { state_->compute.set_tile_use(use); }
 void ExpertService::set_read_only(bool on) { state_->read_only.store(on); }
+void ExpertService::set_helping(bool on) { state_->compute.set_helping(on); }
+void ExpertService::set_yielding(bool on) { state_->yields.store(on); }
+void ExpertService::start_log(int64_t* rows, int64_t rounds) { state_->log.start(rows, rounds, state_->options.threads); }
+void ExpertService::stop_log() { state_->log.stop(); }
 
 void ExpertService::inject(ServiceFault fault, int worker) {
   state_->fault.store(fault);

@@ -31,10 +31,11 @@ struct ServiceOptions {
 struct ServiceStats {
   int64_t requests, refused, nbytes;
   double busy_s;  // from seeing a request to its last row
+  double square_nbytes, nbytes_s;  // sums over requests: bytes squared, bytes times busy seconds
 };
 
 // What a test makes one thread do when the next request comes.
-enum class ServiceFault : int { none = 0, die = 1, hang = 2, fail = 3 };
+enum class ServiceFault : int { none = 0, die = 1, hang = 2, fail = 3, late = 4 };
 
 class ExpertService {
  public:
@@ -61,6 +62,11 @@ class ExpertService {
   void set_reading(const Reading& reading);
   void set_tile_use(const TileUse& use);
   void set_read_only(bool on);  // read the items' bytes instead of computing: the yardstick
+  void set_helping(bool on);   // whether threads take over others' work
+  void set_yielding(bool on);  // whether waiting threads offer their CPU
+  // See round_log.h.
+  void start_log(int64_t* rows, int64_t rounds);
+  void stop_log();
   void inject(ServiceFault fault, int worker);
 
   struct State;

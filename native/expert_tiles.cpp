@@ -3,7 +3,7 @@
 namespace headrace {
 
 ExpertTiles::ExpertTiles(int64_t hidden, int64_t width, int threads)
-    : hidden_(hidden), width_(width), threads_(threads),
+    : hidden_(hidden), width_(width),
       scratch_words_(kTiledRows * tile_steps(std::max(hidden, width)) * kStep * kTileTerms),
       scratch_(2 * threads * scratch_words_) {
   inputs_.words_each = token_block_words(hidden);
@@ -39,10 +39,8 @@ void ExpertTiles::reserve() {
   between_.reserve();
 }
 
-void ExpertTiles::pack_inputs(const float* x, const int32_t* pair_token, int worker) {
-  const int64_t steps = tile_steps(hidden_), all = inputs_.count * steps;
-  int64_t at = all * worker / threads_;
-  const int64_t end = all * (worker + 1) / threads_;
+void ExpertTiles::pack_inputs(const float* x, const int32_t* pair_token, int64_t at, int64_t end) {
+  const int64_t steps = tile_steps(hidden_);
   for (const Range& r : ranges_) {
     for (; at < end && at < (r.block + tiles_of(r.pairs)) * steps;) {
       const int64_t b = at / steps, step = at % steps, pair = (b - r.block) * kTile;

@@ -31,8 +31,9 @@ class ExpertTiles {
   TiledItem add(int64_t first_pair, int64_t pairs);
   void reserve();  // after the last item
 
-  // The worker's share of the inputs of all items.
-  void pack_inputs(const float* x, const int32_t* pair_token, int worker);
+  // Units [at, end) of the inputs of all items, of which there are `input_units`.
+  void pack_inputs(const float* x, const int32_t* pair_token, int64_t at, int64_t end);
+  int64_t input_units() const { return inputs_.count * tile_steps(hidden_); }
   // Columns [32 step, 32 step + 32) of an item's rows, `width` floats apart.
   void pack_between(const TiledItem& item, int64_t pairs, int64_t step, const float* rows);
 
@@ -56,7 +57,6 @@ class ExpertTiles {
   uint16_t* scratch(int worker, int place) const { return scratch_.words() + (2 * worker + place) * scratch_words_; }
 
   const int64_t hidden_, width_;
-  const int threads_;
   const int64_t scratch_words_;
   const TileMemory scratch_;
   const TileKernels* tiles_ = nullptr;

@@ -25,7 +25,7 @@ Cache = LayerKV | SealedKV
 
 
 def sealed(
-    kv_format: str, sequences: int, context: int, page: int, rows: int
+    kv_format: str, sequences: int, context: int, page: int, rows: int, rank: int = RANK
 ) -> tuple[SealedKV, AttentionBatch]:
     """Sequences of random sealed pages, the last ``rows`` positions of each being the step's.
 
@@ -49,7 +49,7 @@ def sealed(
     cache = SealedKV(
         key_codes=codes(page, DIM // 2 if nvfp4 else DIM),
         key_scales=codes(page, DIM // 16, low=0x40, high=0x60) if nvfp4 else None,
-        key_residuals=codes(page, RANK, low=0x08, high=0x20) if nvfp4 else None,
+        key_residuals=codes(page, rank, low=0x08, high=0x20) if nvfp4 and rank else None,
         key_refs=torch.randn(blocks, KV_HEADS, DIM, device=DEVICE).bfloat16() if nvfp4 else None,
         value_codes=codes(DIM, page),
         page_scales=scales,
@@ -58,7 +58,9 @@ def sealed(
             if nvfp4
             else None
         ),
-        directions=torch.randn(KV_HEADS, RANK, DIM, device=DEVICE) / DIM**0.5 if nvfp4 else None,
+        directions=(
+            torch.randn(KV_HEADS, rank, DIM, device=DEVICE) / DIM**0.5 if nvfp4 and rank else None
+        ),
         open_keys=torch.randn(opened, device=DEVICE).bfloat16(),
         open_values=torch.randn(opened, device=DEVICE).bfloat16(),
         num_shared=width * sequences,
@@ -82,10 +84,10 @@ def sealed(
     return cache, batch
 
 
-def cache_nbytes(kv_format: str, tokens: int, page: int) -> int:
+def cache_nbytes(kv_format: str, tokens: int, page: int, rank: int = RANK) -> int:
     """Bytes of full pages that attention reads for ``tokens``."""
     made = FORMATS[kv_format]
-    rank = RANK if made.max_rank else 0
+    rank = rank if made.max_rank else 0
     return tokens // page * KV_HEADS * made.page_nbytes(page, DIM, rank)
 
 

@@ -1,4 +1,4 @@
-"""Prefill attention on a GPU: our formats beside torch SDPA and FlashInfer (bar 03.3).
+"""Prefill attention on a GPU: our formats beside torch SDPA and FlashInfer (bars 03.3, 03.5).
 
     PYTHONPATH=src python -m benchmarks.attention.prefill [--sweep] [--quick] [--out FILE]
 
@@ -30,6 +30,7 @@ from headrace.ops.triton import prefill_layout, prefill_tma, tuning
 TOKENS = 16384
 CHUNK = 2048
 PAGES = {"bf16": 32, "fp8": 64, "nvfp4k-fp8v": 64}
+NO_RESIDUALS = ("nvfp4k-fp8v, R = 0", 64)  # what residuals are compared with, and its page
 
 
 def figures(seconds: float, rows: int, context: int) -> dict[str, Any]:
@@ -38,11 +39,13 @@ def figures(seconds: float, rows: int, context: int) -> dict[str, Any]:
     return {"us": round(seconds * 1e6, 1), "tflops": round(flops / seconds / 1e12, 1)}
 
 
-def ours(device: CudaDevice, kv_format: str, rows: int, page: int) -> dict[str, Any]:
+def ours(
+    device: CudaDevice, kv_format: str, rows: int, page: int, rank: int = gpu.RANK
+) -> dict[str, Any]:
     ops = resolve(("triton", "reference"))
     q = torch.randn(rows, HEADS, DIM, device=DEVICE)
     if FORMATS[kv_format].sealed:
-        cache, batch = gpu.sealed(kv_format, 1, TOKENS, page, rows)
+        cache, batch = gpu.sealed(kv_format, 1, TOKENS, page, rows, rank)
         work = partial(ops.sealed_attention_prefill, q, cache, batch, DIM**-0.5)
     else:
         cache, batch = gpu.paged(1, TOKENS, (KV_HEADS, DIM, page), rows)
@@ -126,11 +129,22 @@ def bars(results: list[dict[str, Any]]) -> dict[str, Any]:
     found = {f: gpu.best(results, op="ours", format=f, rows=TOKENS) for f in PAGES}
     told = "" if peer is None else f" ({peer['name']}, {peer['tflops']} TFLOP/s)"
     low = gpu.ratio(found["nvfp4k-fp8v"], found["bf16"])
+
+    def residuals(rows: int) -> float | None:
+        same = gpu.best(results, op="ours", format="nvfp4k-fp8v", page=NO_RESIDUALS[1], rows=rows)
+        return gpu.ratio(same, gpu.best(results, op="ours", format=NO_RESIDUALS[0], rows=rows))
+
     return {
         f"03.3 bf16 over the fastest peer{told}": {
             "found": gpu.ratio(peer, found["bf16"]), "wanted": 0.85,
         },
         "03.3 time of low-bit history over bf16's, at most": {"found": low, "wanted": 1.1},
+        f"03.5 time of R = 4 over R = 0, {TOKENS} rows, at most": {
+            "found": residuals(TOKENS), "wanted": 1.05,
+        },
+        f"03.5 time of R = 4 over R = 0, {CHUNK} rows behind {TOKENS - CHUNK}, at most": {
+            "found": residuals(CHUNK), "wanted": 1.05,
+        },
     }  # fmt: skip
 
 
@@ -155,6 +169,9 @@ def main() -> None:
                 for size in (page,) if kv_format == "bf16" or args.quick else (page, 128):
                     about = {"op": "ours", "format": kv_format, "page": size, "rows": rows}
                     run.attempt(about, partial(ours, run.device, kv_format, rows, size))
+            name, size = NO_RESIDUALS
+            about = {"op": "ours", "format": name, "page": size, "rows": rows}
+            run.attempt(about, partial(ours, run.device, "nvfp4k-fp8v", rows, size, 0))
         run.finish(bars(run.results))
 
 

@@ -26,6 +26,7 @@ from benchmarks.explain.measured_steps import (
     lines,
     measure,
     middle,
+    middle_rates,
 )
 from benchmarks.foundation.common import load_engine
 from headrace.engine.probes import probe_engine
@@ -35,18 +36,7 @@ from headrace.machine.profile import Rate
 
 OUT = Path(__file__).parents[1] / "results" / "explain" / "against_ourselves.json"
 STEPS, ROUNDS = 24, 5
-PROBES = (
-    2  # before a round; of each rate the better one counts: a neighbour can only make it slower
-)
-
-
-def better(one: Mapping[str, Rate], other: Mapping[str, Rate]) -> dict[str, Rate]:
-    """The faster of each rate."""
-    found: dict[str, Rate] = {}
-    for name, rate in one.items():
-        pick = min if rate.unit == "s" else max
-        found[name] = pick(rate, other[name], key=lambda r: r.value)
-    return found
+PROBES = 3  # before a round: of each rate the median
 
 
 def drift(before: Mapping[str, Rate], after: Mapping[str, Rate]) -> float:
@@ -69,10 +59,7 @@ def main() -> int:
     base = this_machine(probe_machine(), engine.info.threads)
 
     def probe() -> dict[str, Rate]:
-        found = probe_engine(engine)
-        for _ in range(PROBES - 1):
-            found = better(found, probe_engine(engine))
-        return found
+        return middle_rates([probe_engine(engine) for _ in range(PROBES)])
 
     rates = probe()
     for number in range(args.rounds):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
@@ -13,21 +13,23 @@ from headrace.core.request import GenerationRequest, RequestFailed, SamplingPara
 from headrace.core.step import StepStats
 from headrace.engine.engine import Engine
 from headrace.engine.expert_prediction import expert_seconds
+from headrace.engine.explaining import WARM_UP as EXPLAIN_WARM_UP
 from headrace.engine.explaining import Watch, cached_experts, report_of
 from headrace.experts.live import LiveExperts
 from headrace.explain.kernel_rates import Predicted, predict
 from headrace.explain.running_cost import RunningModel, decode_rows
-from headrace.machine.profile import MachineProfile
+from headrace.machine.profile import MachineProfile, Rate
 
 BAR, SUM_BAR, WATCH_BAR = 0.15, 0.03, 0.02
 WARM_UP = 4  # steps of a request that are not counted
+PAIRS = 4  # of an unwatched and a watched run, in turns: the same steps, minutes of drift apart from none
 
 
 @dataclass(frozen=True)
 class Row:
-    """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap
-    against a clock around the steps; watch_cost: of the mean step; hit_rate: predicted with it, None
-    without experts in host memory."""
+    """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap of the
+    report against a clock around its steps; watch_cost: of the mean step, the same steps watched and not,
+    each the fastest of its runs; hit_rate: predicted with it, None without experts in host memory."""
 
     context: int
     predicted_s: float
@@ -93,8 +95,17 @@ def predicted(
     return predict(model, decode_rows(1, context), machine, experts)
 
 
-def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -> Row:
-    """Warm up, predict, run unwatched, run watched, and compare."""
+def measure(
+    engine: Engine,
+    machine: MachineProfile,
+    context: int,
+    steps: int,
+    probe_again: Callable[[], Mapping[str, Rate]] | None = None,
+) -> Row:
+    """Warm up, predict, run unwatched and watched in turns, and compare.
+
+    probe_again: rates that change within seconds, taken just before predicting.
+    """
     prompt = prompt_of(context, engine.info.vocab)
     run(engine, request(f"warm-{context}", prompt, steps))
     hits = None
@@ -103,39 +114,57 @@ def measure(engine: Engine, machine: MachineProfile, context: int, steps: int) -
         run(engine, request(f"count-{context}", prompt, steps))
         after = hits_of(engine)
         hits = (after[0] - before[0]) / max(after[1] - before[1], 1)
+    if probe_again is not None:
+        machine = replace(machine, rates={**machine.rates, **probe_again()})
     profiler = engine.watch_classes(True)
     assert profiler is not None
     model = profiler.model
     engine.watch_classes(False)
     guess = predicted(engine, model, machine, context + steps // 2, hits)
 
-    plain, around = run(engine, request(f"plain-{context}", prompt, steps))
-    watch = Watch(engine)
-    watch.start()
-    _, watched = run(engine, request(f"watched-{context}", prompt, steps))
-    watch.stop()
-    again, around_again = run(engine, request(f"again-{context}", prompt, steps))
+    plain: list[list[float]] = []
+    watched: list[list[float]] = []
+    watch, counted = Watch(engine), list[float]()
+    for pair in range(PAIRS):
+        plain.append(run(engine, request(f"plain-{pair}-{context}", prompt, steps))[1])
+        first = len(watch.steps)
+        watch.start()
+        _, around = run(engine, request(f"watched-{pair}-{context}", prompt, steps))
+        watch.stop()
+        watch.steps[first:] = kept = watch.steps[-len(around) :]  # without what warms up
+        counted += [s for s, one in zip(around, kept, strict=True) if not one.slowed]
+        watched.append(around)
     report = report_of(engine, watch, "decode", machine)
     assert report is not None
-    times = [s.seconds for s in (*plain, *again)]
-    measured_s = median(times)
+    unwatched_s = mean(_by_position(plain))
     leaves = {row.id: row.measured_s for row in report.rows}
     total = sum(leaves.values()) + report.gap_s
-    # Where marks slow some steps down, nobody's; else those of the very steps that were watched.
-    unwatched = [*around, *around_again]
-    same = unwatched if any(one.slowed for one in watch.steps) else watched
     return Row(
         context=context,
         predicted_s=guess.seconds,
-        measured_s=measured_s,
-        error=guess.seconds / measured_s - 1,
-        sum_error=total / mean(same) - 1,
+        measured_s=median(s for one in plain for s in one),
+        error=guess.seconds / median(s for one in plain for s in one) - 1,
+        sum_error=total / mean(counted[EXPLAIN_WARM_UP:]) - 1,
         gap_share=report.gap_s / report.step_s,
-        watch_cost=mean(watched) / mean(unwatched) - 1,
+        watch_cost=mean(_by_position(watched)) / unwatched_s - 1,
         hit_rate=hits,
         predicted_classes=dict(guess.classes),
         measured_classes={**leaves, "unexplained": report.gap_s},
     )
+
+
+def _by_position(runs: Sequence[Sequence[float]]) -> list[float]:
+    """Each step's fastest of runs alike: what else interrupts them does not count. (The host's part of a step
+    doubled and halved within seconds where others used the same machine; H200, 2026-11-30.)"""
+    return [min(same) for same in zip(*runs, strict=True)]
+
+
+def middle_rates(probes: Sequence[Mapping[str, Rate]]) -> dict[str, Rate]:
+    """The median of each rate. (The fastest would be what steps reach on a quiet machine only.)"""
+    return {
+        name: sorted((one[name] for one in probes), key=lambda rate: rate.value)[len(probes) // 2]
+        for name in probes[0]
+    }
 
 
 def middle(rows: Sequence[Row]) -> Row:

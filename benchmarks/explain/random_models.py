@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from benchmarks.residency import geometry as geo
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
 from headrace.core.status import EngineInfo
-from headrace.core.step import SampledToken, StepOutput
+from headrace.core.step import SampledToken, ScheduledChunk, StepOutput
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
@@ -126,17 +125,17 @@ def engine_of(
 
 
 def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
-    """Let the engine's steps yield random tokens instead of the model's own."""
+    """Let the engine's steps yield random tokens instead of the model's own, the same at a position."""
     runner: Any = engine._runner  # the seam that a benchmark needs and a product does not
     compute = runner.compute
     generator = torch.Generator().manual_seed(seed)
-    ids = cycle(torch.randint(vocab, (10_007,), generator=generator).tolist())
+    ids = torch.randint(vocab, (10_007,), generator=generator).tolist()
 
-    def drawn(*args: Any) -> StepOutput:
-        output: StepOutput = compute(*args)
-        return StepOutput(
-            output.step, tuple(SampledToken(s.seq_id, next(ids)) for s in output.sampled)
-        )
+    def drawn(step: int, chunks: Sequence[ScheduledChunk], *args: Any) -> StepOutput:
+        output: StepOutput = compute(step, chunks, *args)
+        ends = {chunk.seq_id: chunk.start + len(chunk.token_ids) for chunk in chunks}
+        tokens = (SampledToken(s.seq_id, ids[ends[s.seq_id] % len(ids)]) for s in output.sampled)
+        return StepOutput(output.step, tuple(tokens))
 
     runner.compute = drawn
 

@@ -126,6 +126,7 @@ def main() -> None:
         figures[name] = value
         print(f"{time.perf_counter() - begin:6.1f} s  {name}: {value}", flush=True)
 
+    torch.set_num_threads(1)  # as the engine: torch's idle threads would spin on the experts' CPUs
     device = CudaDevice()
     torch.ones(1, device=device.torch_device)
     free_before = device.memory().free_nbytes + CONTEXT_NBYTES

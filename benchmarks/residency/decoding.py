@@ -62,7 +62,7 @@ def run_tokens(
 ) -> dict[str, float]:  # fmt: skip
     """Feed the tokens one by one, waiting for each result as an engine does."""
     blocks = tuple(range(CONTEXT_TOKENS // BLOCK_TOKENS))
-    times = []
+    times, launches, ends = [], [], []
     for at, token in enumerate(tokens):
         if given is not None:
             given.advance()
@@ -70,12 +70,19 @@ def run_tokens(
         if executor is not None:
             executor.step_begins(1)
         result = graphs.run([ScheduledChunk(0, (token,), start + at, blocks, True)])
+        launched = time.perf_counter()
         result.best.cpu()
+        answered = time.perf_counter()
         if executor is not None:
             executor.step_ended()
         times.append(time.perf_counter() - begin)
+        launches.append(launched - begin)
+        ends.append(time.perf_counter() - answered)
     warm = sorted(times[8:] or times)
     return {
+        "launch_us": sorted(launches)[len(launches) // 2]
+        * 1e6,  # the host's, until a step is queued
+        "end_us": sorted(ends)[len(ends) // 2] * 1e6,  # and after its answer
         "tok_s": 1.0 / (sum(warm) / len(warm)),
         "median_tok_s": 1.0 / warm[len(warm) // 2],
         "best_tok_s": 1.0 / warm[0],
@@ -189,7 +196,12 @@ def settled_rates(
     assert live.tracker is not None
     found = live.tracker.rates
     executor.set_rates(found)
-    return {"pcie": found.pcie_gbps, "cpu": found.cpu_gbps, "split": executor.table}
+    return {
+        "pcie": found.pcie_gbps,
+        "cpu": found.cpu_gbps,
+        "cpu_latency_us": found.cpu_latency_s * 1e6,
+        "split": executor.table,
+    }
 
 
 def alternating(

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from benchmarks.routing.plots import IMAGES
 from benchmarks.routing.policies import OUT, RESIDENCIES
 from benchmarks.routing.statistics import KINDS
-from headrace.experts.hit_rate import predict_hit_rate
+from headrace.experts.hit_rate import DEMO_MIXTURE, predict_hit_rate
 from headrace.experts.split import PathRates, best_fetch_count, layer_seconds
 
 POLICIES = (
@@ -43,7 +43,7 @@ def hit_rates(rows: list[dict[str, Any]]) -> None:
         hits.plot(x, [100 * r[name] for r in mixed], color=colour, label=label, marker=".", ms=5)
     fine = [at / 100 for at in range(2, 80)]
     for name, colour in (("value", "tab:green"), ("lru", "tab:blue")):
-        predicted = [100 * predict_hit_rate(64, 4, r, name) for r in fine]
+        predicted = [100 * predict_hit_rate(64, 4, r, name, DEMO_MIXTURE) for r in fine]
         hits.plot([100 * r for r in fine], predicted, color=colour, ls=":", lw=1)
     hits.plot([], [], color="black", ls=":", lw=1, label="hit-rate model")
     hits.set(xlabel="% of experts resident", ylabel="% of look-ups hit", ylim=(0, 100))

@@ -68,3 +68,10 @@ def test_json_holds_the_same():
     assert data["rows"][0]["id"] == leaf.DENSE_FFN
     assert data["steps"] == 2
     assert {c["name"] for c in data["hardware"]} == {"host memory rate x 2"}
+
+
+def test_what_stands_above_the_roof_is_told():
+    # The feed-forward reads 1,536 bytes in 3 us: 0.51 GB/s, below 1 GB/s and above 0.1.
+    assert "Above the roof" not in "\n".join(roofline(report(), 1e12, 1e9))
+    last = roofline(report(), 1e12, 1e8)[-1]
+    assert last.startswith("Above the roof, which is main memory's: a, ")

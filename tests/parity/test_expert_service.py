@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -184,7 +184,10 @@ def test_stopping_during_a_request_ends_in_abort_and_in_bounded_time(thread: int
     service = requests.service(2)
     service.inject(ServiceFault.HANG, thread)
     service.start()
-    requests.words["seq"].fill_(1)
+    if thread == 1:  # the leader answers alone, and then waits for it
+        service.request(PATIENCE_S)
+    answered = int(requests.words["seq"])
+    requests.words["seq"].fill_(answered + 1)
     time.sleep(0.05)
     beats = service.heartbeat()
     time.sleep(0.05)
@@ -192,7 +195,7 @@ def test_stopping_during_a_request_ends_in_abort_and_in_bounded_time(thread: int
     start = time.monotonic()
     service.stop(PATIENCE_S)
     assert time.monotonic() - start < 5
-    assert int(requests.words["ack"]) == 0
+    assert int(requests.words["ack"]) == answered
     assert service.fault() is ExpertFault.STOPPED
     assert not service.running()
 
@@ -203,6 +206,8 @@ def test_a_lost_thread_becomes_an_error(fault: ServiceFault):
     requests.fill(*question(requests, 2))
     with serving(requests, 2, stall_s=0.1) as service:
         service.inject(fault, 1)
+        with suppress(MachineError):  # the leader may answer one alone
+            service.request(PATIENCE_S)
         with pytest.raises(MachineError):
             service.request(PATIENCE_S)
         expected = ExpertFault.WORKER if fault is ServiceFault.FAIL else ExpertFault.STALLED
@@ -227,6 +232,46 @@ def test_a_dead_leader_shows_in_its_heartbeat_and_the_host_gives_up():
         assert not service.running()
         requests.words["abort"].fill_(int(ExpertFault.HOST))
         assert service.fault() is ExpertFault.HOST
+
+
+@pytest.mark.parametrize("thread", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("mxfp4", 1), ("mxfp4", 4), ("q8_0", 2), ("mxfp4", 40)]
+)
+def test_the_others_answer_for_a_thread_that_is_late(name: str, tokens: int, thread: int):
+    """It comes when the answer is given, so the answer is the others' work."""
+    requests = small(name, max_tokens=max(tokens, 4))
+    with serving(requests, 3) as service:
+        for seed in range(3):
+            x, work = question(requests, tokens, seed)
+            expected = direct(requests, x, work)
+            requests.fill(x, work)
+            service.inject(ServiceFault.LATE, thread)
+            service.request(PATIENCE_S)
+            assert torch.equal(requests.out[:tokens], expected)
+        assert service.running()
+        assert service.stats().requests == 3
+
+
+def test_the_log_tells_when_each_thread_was_where():
+    requests = small()
+    with serving(requests, 3) as service:
+        log = service.log_rounds(4).numpy()
+        for seed in range(6):  # the newest four stay
+            x, work = question(requests, 2, seed)
+            requests.fill(x, work)
+            service.request(PATIENCE_S)
+        nbytes, began, answered = log[:, 0], log[:, 1], log[:, 2]
+        points = log[:, 3:].reshape(4, 3, 6)
+        # The last round's answer may be there before its last thread.
+        until(lambda: bool((points >= began[:, None, None]).all()))
+        slices = nbytes // requests.case.layout.slice_nbytes
+        assert (slices * requests.case.layout.slice_nbytes == nbytes).all()
+        assert slices[6 % 4] == len(work.items), "row n % 4 is round n's"
+        assert (points[:, :, 0] >= began[:, None]).all()
+        assert (np.diff(points, axis=2) >= 0).all(), "a thread passes its points in order"
+        # Nobody sees a phase complete before everybody who worked on it is done with it.
+        assert (answered >= began).all()
 
 
 def test_a_service_that_nobody_stopped_ends_with_its_object():

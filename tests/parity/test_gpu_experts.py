@@ -35,7 +35,11 @@ LONG = [(7 * i) % 250 for i in range(20)]
 # Prompts in chunks of 16 tokens take the paths of decoding, whose placements differ by some 1e-4 of the
 # results' range. Longer chunks are multiplied in bfloat16 where they are computed on the GPU, and no
 # tokens can be compared behind them.
-CHUNK, MOST_DRIFT = 16, 0.02
+CHUNK = 16
+# Nats. On an H200 the median place differs by 0.0002 and 95 % by less than 0.002, and some are behind a
+# near tie of two experts: by 0.034, the same whether all experts are in slots or half of them on the CPU.
+# Of sealed pages the median is 0.002 to 0.004, since what rounding moves is then rounded to a code.
+DRIFT, MOST, SEALED_DRIFT = 0.002, 0.2, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,8 @@ def close_to(found: Answer, expected: Answer) -> None:
     """The same tokens with the same probabilities, until experts that score alike change places."""
     same = agreement(found, expected)
     assert same.tokens >= 20, same
-    assert same.drift < MOST_DRIFT, same
+    assert same.drift < DRIFT, same
+    assert same.most < MOST, same
 
 
 def begun(engine: Engine, prompt: list[int], tokens: int) -> Collected:
@@ -135,10 +140,13 @@ def test_several_answers_at_once(model: Path, on_cpu: list[Answer]):
         assert first[0].token_ids == first[2].token_ids
         check_cache(x)
         before = x.counts()
-        answers(engine, [LONG] * 3, 60)  # all three say the same
+        short = LONG[
+            : CHUNK // 3
+        ]  # all three prompts are one step, so that all three say the same at once
+        answers(engine, [short] * 3, 60)
         now = x.counts()
-        # Rows of one token share their experts; a row of padding would ask for others. Prompts come first.
-        rows = 59 * x.plan_shape.num_layers + 3 * len(LONG) * x.plan_shape.num_layers
+        # Rows of one token share their experts; a row of padding would ask for others.
+        rows = (59 + len(short)) * x.plan_shape.num_layers
         assert now.looked_up - before.looked_up <= rows * TOP_K * x.plan_shape.num_slices
         check_cache(x)
 
@@ -183,6 +191,13 @@ def test_a_faster_path_gets_more_of_the_misses(model: Path):
         assert counted[1][1] > 0
 
 
+class Deaf(RateTracker):
+    """Believes what it was given, however busy the machine is."""
+
+    def observe(self, *_: object, **__: object) -> None:
+        return None
+
+
 def _slow_link(live: LiveExperts) -> PathRates:
     """Rates by which nothing is ever fetched on demand, and idle time carries a slice in a few steps."""
     nbytes = live.executor.store.layout.slice_nbytes
@@ -195,7 +210,7 @@ def test_promotion_fills_empty_slots_while_nothing_is_fetched(model: Path, on_cp
         x = live.executor
         x.paths.fill([])
         assert x.paths.slots_used() == 0
-        live.tracker = RateTracker(_slow_link(live))
+        live.tracker = Deaf(_slow_link(live))
         x.set_rates(live.tracker.rates)
         live.tracker.new_table(live._most)
         before = x.counts()
@@ -245,7 +260,9 @@ def test_sealed_pages_beside_experts_on_both_paths(model: Path, kv_format: str):
         assert engine._runner._graphs is not None
         for _ in range(2):  # the second time from cached pages
             for found, want in zip(answers(engine, prompts, 120), expected, strict=True):
-                close_to(found, want)
+                same = agreement(found, want)
+                assert same.tokens >= 20, same
+                assert same.drift < SEALED_DRIFT, same
         seen = engine.snapshot()
         assert seen.prefix_hit_tokens_total > 0
         assert seen.preemptions_total > 0

@@ -89,7 +89,7 @@ def test_sealed_pages_in_captured_steps(gpt_oss: Path, kv_format: str):
         # A GPU multiplies queries and sealed keys in float16.
         same = agreement(one, other)
         assert same.tokens >= min(5, TOKENS), same
-        assert same.drift < 0.05, same
+        assert same.drift < 0.02, same
     if not INTERPRETED:
         eager = kernel_engine(gpt_oss, graphs=False, kv_format=kv_format, **PAGES)
         again = answers(eager, prompts, TOKENS)
@@ -156,11 +156,18 @@ def test_the_built_in_mixture_speaks_as_on_the_host(dense_format: str):
     chunks = {} if dense_format == "f32" else {"max_batch_tokens": 16}
     engine = kernel_engine(path, graphs=True, dense_format=dense_format, **chunks)
     prompts = [engine._tokenizer.encode(text) for text in TEXTS]
-    together = greedy(engine, prompts, together=True)
-    assert together == greedy(engine, prompts, together=False)
-    assert len({tuple(t) for t in together}) == len(TEXTS)
+    together = answers(engine, prompts, TOKENS)
+    assert len({tuple(a.token_ids) for a in together}) == len(TEXTS)
+    alone = [answers(engine, [prompt], TOKENS)[0] for prompt in prompts]
     if dense_format == "f32":
-        assert together == greedy(host_engine(path), prompts, together=True)
+        said = [a.token_ids for a in together]
+        assert said == [a.token_ids for a in alone]
+        assert said == greedy(host_engine(path), prompts, together=True)
+    for one, other in zip(alone, together, strict=True):
+        # A step that has a prompt in it reads the cache by another kernel than steps of answers alone.
+        same = agreement(one, other)
+        assert same.drift < 0.02, same
+        assert same.parting < 0.2, same
 
 
 @needs_gpu

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from headrace.core.status import EngineSnapshot
+from headrace.core.status import EngineSnapshot, ExpertSnapshot
 from headrace.server import schema
 from headrace.server.app import create_app
 from headrace.server.client import EngineState, Phase
 from headrace.server.metrics import Metrics
-from tests.fixtures.scripted import ByteFrontend, ScriptedClient
+from tests.fixtures.scripted import ByteFrontend, ScriptedClient, toy_info
 
 DOC = (Path(__file__).parents[2] / "docs/reference/http-api.md").read_text(encoding="utf-8")
 
@@ -36,9 +37,17 @@ def test_every_route_is_documented():
 
 def test_every_metric_is_documented():
     metrics = Metrics()
-    metrics.render(EngineSnapshot(requests_finished={"stop": 1}), EngineState(Phase.READY))
+    snapshot = EngineSnapshot(
+        requests_finished={"stop": 1},
+        experts=ExpertSnapshot(bytes_total={"fetched": 1}, split=(0, 1), rates_gbps={"cpu": 1.0}),
+    )
+    metrics.render(snapshot, EngineState(Phase.READY), toy_info())
     names = set()
     for family in metrics.registry.collect():
-        names.add(family.name + ("_total" if family.type == "counter" else ""))
-    assert len(names) > 15
-    assert {n for n in names if f"`{n}`" not in DOC and f"`{n}{{reason}}`" not in DOC} == set()
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {k for s in family.samples for k in s.labels if k != "le"}
+        names.add((name, tuple(sorted(labels))))
+    assert len(names) > 25
+    documented = set(re.findall(r"`(headrace_[a-z_]+)(?:{([a-z,]+)})?`", DOC))
+    found = {(name, tuple(sorted(filter(None, labels.split(","))))) for name, labels in documented}
+    assert names - found == set()

@@ -84,6 +84,8 @@ def test_metrics_follow_the_engine(served: Served):
     assert gained("headrace_time_to_first_token_seconds_count") == 1
     assert gained("headrace_inter_token_seconds_count") == 1  # "c"; the first delta is the first
     assert after["headrace_kv_blocks"] == 100
+    assert after["headrace_memory_bytes[host][weights]"] == 1000
+    assert after["headrace_memory_bytes[host][kv]"] == 2000
     assert after["headrace_ready"] == 1
 
 

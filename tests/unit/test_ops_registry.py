@@ -23,11 +23,11 @@ def test_every_back_end_here_serves_its_own_blocks() -> None:
 
 
 def test_watched_operations_tell_their_times_and_are_themselves_again():
-    seen: list[tuple[str, tuple[object, ...], float, list[float]]] = []
+    seen: list[tuple[str, tuple[object, ...], float]] = []
 
     def block(x: int, seconds: object = None) -> int:
         if seconds is not None:
-            seconds[1] = 0.25  # type: ignore[index]
+            seconds[1] += 0.25  # type: ignore[index]
         return x + 1
 
     def plain(x: int) -> int:
@@ -40,13 +40,16 @@ def test_watched_operations_tell_their_times_and_are_themselves_again():
         }
     )
     assert ops.linear is plain
-    ops.watch(lambda name, args, s, parts: seen.append((name, args, s, list(parts))))
-    assert (ops.linear(4), ops.dense_block(4)) == (8, 5)
-    ops.watch(None)
+    blocks = ops.watch(lambda name, args, s: seen.append((name, args, s)))
+    assert (ops.linear(4), ops.dense_block(4), ops.dense_block(5)) == (8, 5, 6)
+    assert ops.watch(None) == {}
     assert ops.linear is plain
     assert ops.dense_block(1) == 2
-    assert [(name, args, parts) for name, args, _, parts in seen] == [
-        ("linear", (4,), []),
-        ("dense_block", (4,), [0.0, 0.25, 0.0]),
-    ]
-    assert all(s >= 0 for _, _, s, _ in seen)
+    assert [(name, args) for name, args, _ in seen] == [("linear", (4,))]
+    assert all(s >= 0 for _, _, s in seen)
+    # A block adds up its parts, and what its calls took around them.
+    assert set(blocks) == {"dense_block"}
+    calls, seconds, parts = blocks["dense_block"].take()
+    assert (calls, parts) == (2, [0.0, 0.5, 0.0])
+    assert seconds >= 0
+    assert blocks["dense_block"].take() == (0, 0.0, [0.0, 0.0, 0.0])

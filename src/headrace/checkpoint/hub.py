@@ -30,6 +30,7 @@ _DIRECTORY_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_CONFIGURATION = ("config.json", "hf_quant_config.json")
 # As long as the library waits for a file's properties by default.
 _TIMEOUT_S = 10
 _SPLIT_NUMBER = re.compile(r"-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf$")
@@ -88,6 +89,30 @@ def fetch(reference: HubReference, progress: Progress | None = None) -> Path:
     if folder is None:  # pragma: no cover - the cache was emptied a moment ago
         raise ModelNotFoundError(f"{reference.repo} has disappeared from the cache")
     return folder if gguf is None else folder / gguf
+
+
+def fetch_config(reference: HubReference) -> Path:
+    """The directory of a model's configuration: from the cache, or downloaded without any weights.
+
+    Raises:
+        ModelNotFoundError: no such repository, or it has no config.json.
+        MachineError: it is not in the cache and the hub cannot be reached.
+    """
+    folder = find_snapshot(reference.repo, cache_folder())
+    if folder is None or not (folder / "config.json").is_file():
+        hub: Any = importlib.import_module("huggingface_hub")
+        try:
+            folder = Path(
+                hub.snapshot_download(reference.repo, allow_patterns=list(_CONFIGURATION))
+            )
+        except Exception as error:  # as in ``fetch``
+            raise _failure(reference, error) from error
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"{reference.repo} has no config.json",
+            hint="download its .gguf file and name that: sizes are in its metadata",
+        )
+    return folder
 
 
 def choose_files(reference: HubReference, files: Sequence[str]) -> list[str]:

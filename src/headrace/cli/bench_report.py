@@ -23,7 +23,9 @@ _LABELS = (
     ("kernel_launch", "kernel launch"),
     ("graph_launch", "graph launch"),
     ("graph_kernel", "kernel in a graph"),
+    ("graph_read", "kernel in a graph that reads"),
     ("flag_round_trip", "flag to the CPU and back"),
+    ("", ""),  # whatever else was measured, by its own name
 )
 _CURVE = re.compile(r"(dram_read|cpu_experts_[a-z0-9_]+?)_t([0-9]+)(_overlapped)?")
 _PLOT_COLUMNS = 48
@@ -46,11 +48,13 @@ def rows(profile: MachineProfile, peaks: Mapping[str, float]) -> list[tuple[str,
     """The table: label, alone, overlapped, percent of the theoretical peak where that is known."""
     found: list[tuple[str, str, str, str]] = []
     names = [n for n in profile.rates if not _CURVE.fullmatch(n) and not n.endswith(OVERLAPPED)]
+    shown: set[str] = set()
     for prefix, label in _LABELS:
         for name in names:
-            exact = not prefix.endswith("_")
-            if name != prefix if exact else not name.startswith(prefix):
+            exact = bool(prefix) and not prefix.endswith("_")
+            if name in shown or (name != prefix if exact else not name.startswith(prefix)):
                 continue
+            shown.add(name)
             rate = profile.rates[name]
             peak = peaks.get(name)
             found.append(
@@ -107,7 +111,9 @@ def lines_of_plot(profile: MachineProfile, *, color: bool = False) -> Iterator[s
     top = max((max(a, b or 0.0) for c in found.values() for a, b in c.values()), default=0.0)
     for name, points in found.items():
         yield ""
-        yield f"{_title(name)}, GB/s by threads (# alone, = beside a PCIe gather)"
+        both = any(beside is not None for _, beside in points.values())
+        marks = " (# alone, = beside a PCIe gather)" if both else ""
+        yield f"{_title(name)}, GB/s by threads{marks}"
         for threads, (alone, beside) in points.items():
             mark = " <- best" if threads == profile.best_threads else ""
             yield f"{threads:>4} {_bar(alone, top, '#', color)} {alone:.1f}{mark}"
@@ -150,6 +156,7 @@ def draw_png(profile: MachineProfile, path: Path) -> None:
     if profile.best_threads is not None:
         axes.axvline(profile.best_threads, color="gray", linewidth=0.8, label="best count")
     axes.set(xlabel="threads", ylabel="GB/s", title=profile.name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

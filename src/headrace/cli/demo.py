@@ -8,12 +8,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command, whole_number
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import EXIT_INTERRUPTED, configure_logging
+from headrace.cli.routing_log import RoutingLog, experts_of
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.config import EngineConfig
 from headrace.core.errors import InternalError
@@ -68,21 +69,6 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what was chosen")
-
-
-@dataclass
-class RoutingLog:
-    """What an engine's mixtures chose so far: layer -> token -> experts."""
-
-    layers: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
-
-    def __call__(self, layer: int, ids: Any) -> None:
-        """ids: an integer tensor [tokens, k]."""
-        self.layers.setdefault(layer, []).extend(ids.tolist())
-
-    def ids(self) -> list[list[list[int]]]:
-        """[layers][tokens][k], layers in the model's order."""
-        return [self.layers[layer] for layer in sorted(self.layers)]
 
 
 @dataclass(frozen=True)
@@ -178,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         report = explain_decode(session)
     finally:
         session.close()
-    ids, experts = log.ids(), num_experts(MODEL)
+    ids, experts = log.ids(), experts_of(MODEL)
     rows = cache_rows(ids, experts)
     if args.json:
         made = [{"prompt": p, "text": t} for p, t in zip(PROMPTS, texts, strict=True)]
@@ -215,13 +201,3 @@ def explain_decode(session: Session) -> ExplainReport:
     if report is None:
         raise InternalError("the engine made no decoding step")
     return report
-
-
-def num_experts(model: str) -> int:
-    """Experts of one layer, from the model's own description."""
-    from headrace.checkpoint.open import open_checkpoint
-
-    moe = open_checkpoint(model).spec.moe
-    if moe is None:
-        raise InternalError(f"the embedded model {model} is no mixture")
-    return moe.num_experts

@@ -165,9 +165,11 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
     from dataclasses import replace
 
     from headrace.explain.catalogue.evaluate import setting
+    from headrace.explain.units_text import figures
 
     machine = find_machine(args.machine, symbols) if args.machine else None
     values = given_values(args.set)
+    changed = "".join(f", with {name} = {figures(value, 6)}" for name, value in values.items())
     model: str | None = args.model
     about = ""
     if model is not None and model not in symbols.profiles:
@@ -178,7 +180,7 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
 
     def at(record: Record) -> Setting:
         found = setting(symbols, profile or (DEFAULT if about else record.profile), values, machine)
-        return replace(found, about=about) if about else found
+        return replace(found, about=(about or found.about) + changed)
 
     return at
 

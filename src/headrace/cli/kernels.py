@@ -6,6 +6,7 @@ import argparse
 import json
 
 from headrace.cli.flags import Commands, add_command
+from headrace.core.errors import ConfigError
 
 # What headrace.ops.lowering has; written here so that the parser imports nothing heavy.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -46,6 +47,12 @@ def run_show(args: argparse.Namespace) -> int:
 
     made = lower(args.name, args.arch)
     if not (args.summary or args.json):
+        if args.stage not in made.texts:
+            raise ConfigError(
+                f"kernel {made.name} has no stage {args.stage}: Gluon begins with ttgir",
+                hint=f"--stage {' or '.join(made.texts)}",
+                param="--stage",
+            )
         print(made.texts[args.stage])
         return 0
     summary = {

@@ -14,6 +14,7 @@ from headrace.core.kv_formats import FORMATS
 
 if TYPE_CHECKING:
     from headrace.engine.plan import Plan
+    from headrace.experts.simulate import Prediction
 
 # What is planned for where nothing is said: a conversation that a desktop's model is used for.
 DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
@@ -30,7 +31,8 @@ def add_parser(commands: Commands) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="bundled name (`headrace plan --models`), folder with config.json, or .gguf file",
+        help="bundled name (`headrace plan --models`), folder with config.json, .gguf file, or hub id "
+        "(owner/name: only its config.json is downloaded)",
     )
     add(
         "--machine",
@@ -64,6 +66,12 @@ def add_parser(commands: Commands) -> None:
     )
     add("--compare", metavar="A,B,C", help="machines to put side by side, separated by commas")
     add("--picture", type=Path, metavar="FILE", help="write the memory layout as an SVG picture")
+    add(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="routing of a text (`headrace run MODEL --routing FILE`), replayed through this plan's cache",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -86,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args, args.machine or THIS)
     fits = plan.layout.mode not in ("none", "disk")
     found, nearest = changes(plan), faster_ways(plan) if fits else alternatives(plan)
+    replayed = None if args.routing is None else _replay(plan, args.routing)
     if args.picture is not None:
         from headrace.cli.plan_picture import svg
 
@@ -94,11 +103,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from headrace.cli.plan_record import record
 
-        print(json.dumps(record(plan, found, nearest), ensure_ascii=False, indent=2))
+        answer = record(plan, found, nearest, replayed)
+        print(json.dumps(answer, ensure_ascii=False, indent=2))
         return 0
     from headrace.cli.plan_text import lines
 
-    for line in lines(plan, found, nearest):
+    for line in lines(plan, found, nearest, replayed):
         print(line)
     return 0
 
@@ -113,6 +123,7 @@ _FLAGS = {
     "kv_format": "--kv-format",
     "compare": "--compare",
     "picture": "--picture",
+    "routing": "--routing",
 }
 
 
@@ -142,6 +153,14 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     prompt = args.prompt or min(DEFAULT_PROMPT, max(1, context // 2))
     work = Workload(context, args.concurrency or 1, args.kv_format or DEFAULT_KV, prompt)
     return make_plan(spec, read_machine(machine), work)
+
+
+def _replay(plan: Plan, file: Path) -> Prediction:
+    from headrace.core.trace import RoutingTrace
+    from headrace.engine.plan_replay import replay_routing
+
+    trace = RoutingTrace.load(file)
+    return replay_routing(plan, trace.ids.tolist(), trace.meta.num_experts)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -8,11 +8,15 @@ from typing import Any
 
 from headrace.engine.plan import Plan
 from headrace.engine.plan_changes import Change
+from headrace.experts.simulate import Prediction
 from headrace.explain.step_time import StepTime
 
 
 def record(
-    plan: Plan, changes: Sequence[Change] = (), nearest: Sequence[str] = ()
+    plan: Plan,
+    changes: Sequence[Change] = (),
+    nearest: Sequence[str] = (),
+    replayed: Prediction | None = None,
 ) -> dict[str, Any]:
     """Bytes, tokens a second, seconds; rates of the machine with their sources."""
     spec, layout = plan.spec, plan.layout
@@ -29,12 +33,14 @@ def record(
         "machine": dataclasses.asdict(plan.machine),
         "workload": dataclasses.asdict(plan.workload),
         "fits": plan.fits,
+        "sequences_at_once": plan.at_once,
         "mode": layout.mode,
         "short_nbytes": layout.short_nbytes,
         "layout": {"used": layout.used, "capacity": layout.capacity},
         "slots": layout.slots,
         "resident": layout.resident,
         "speed": _speed(plan),
+        "replayed": None if replayed is None else _replayed(replayed),
         "changes": [
             {
                 "name": change.name,
@@ -44,6 +50,14 @@ def record(
             for change in changes
         ],
         "nearest": list(nearest),
+    }
+
+
+def _replayed(found: Prediction) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(found),
+        "tokens_s": found.steps_per_s,
+        "hit_rate": found.hit_rate,
     }
 
 

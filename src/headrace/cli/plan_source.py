@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.model_spec import ModelSpec
+from headrace.core.plan_bridge import plan_spec_of
 from headrace.core.plan_reading import spec_from_config
 from headrace.core.plan_spec import PlanSpec
 from headrace.machine.known import known_machine, parts
@@ -18,7 +19,7 @@ THIS = "this"
 
 
 def read_model(ref: str) -> PlanSpec:
-    """A bundled name, a folder with config.json, or a .gguf file.
+    """A bundled name, a folder with config.json, a .gguf file, or a hub id, of which config.json is read.
 
     Raises:
         HeadraceError: nothing of that name is here, or it cannot be read.
@@ -28,18 +29,36 @@ def read_model(ref: str) -> PlanSpec:
         return _read_folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return _read_checkpoint(str(path), path.stem)
-    if ref.lower() not in bundled_names():
+    if ref.rsplit("/", 1)[-1].lower() not in bundled_names():
         from headrace.checkpoint.aliases import ALIASES
+        from headrace.checkpoint.hub import fetch_config, parse_reference
 
         if ref in ALIASES:
             return _read_checkpoint(ref, ref)
+        reference = parse_reference(ref)
+        if reference is not None and reference.file is None and reference.quant is None:
+            return _read_folder(fetch_config(reference), ref.rsplit("/", 1)[-1])
     return bundled_model(ref).spec()
 
 
-def _read_folder(path: Path) -> PlanSpec:
-    file = path / "config.json"
+def _read_folder(path: Path, name: str = "") -> PlanSpec:
+    config = _read_object(path / "config.json")
+    quantised = path / "hf_quant_config.json"  # ModelOpt's, where config.json does not say it
+    if not config.get("quantization_config") and quantised.is_file():
+        inner = _read_object(quantised).get("quantization")
+        if isinstance(inner, dict):
+            config["quantization_config"] = {"quant_method": "modelopt", **inner}
+    return spec_from_config(config, name or path.resolve().name)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """One of a model's JSON files.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds no object.
+    """
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {file}: {error.strerror}",
@@ -49,12 +68,12 @@ def _read_folder(path: Path) -> PlanSpec:
         raise CheckpointError(
             f"{file} is not JSON: {error}", hint="download the file again"
         ) from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise CheckpointError(
-            f"{file} holds a {type(config).__name__}, not an object",
-            hint="is this a language model's config.json?",
+            f"{file} holds a {type(found).__name__}, not an object",
+            hint=f"is this a language model's {file.name}?",
         )
-    return spec_from_config(cast("dict[str, Any]", config), path.resolve().name)
+    return cast("dict[str, Any]", found)
 
 
 def _read_checkpoint(ref: str, name: str) -> PlanSpec:
@@ -63,8 +82,8 @@ def _read_checkpoint(ref: str, name: str) -> PlanSpec:
     from headrace.checkpoint.open import open_checkpoint
 
     checkpoint = open_checkpoint(ref)
-    spec = spec_from_config(checkpoint.config, name)
-    return replace(spec, stored_bits=stored_bits(checkpoint.tensors.values()))
+    spec = ModelSpec.from_config(checkpoint.config)  # what can be opened, the engine knows
+    return plan_spec_of(spec, stored_bits(checkpoint.tensors.values()), name)
 
 
 def read_machine(ref: str) -> MachineProfile:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from headrace.cli.sizes import format_size
 from headrace.engine.plan import Interval, Plan
 from headrace.engine.plan_changes import Change
+from headrace.experts.simulate import Prediction
 from headrace.explain.resources import TITLES
 from headrace.explain.step_time import StepTime
 
@@ -39,9 +40,16 @@ PURPOSES = {"lm_head": "output head", "dense": "feed-forward", "norm": "norms"}
 NO_GAIN = 0.005  # changes of less are named together
 
 
-def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list[str]:
+def lines(
+    plan: Plan,
+    changes: Sequence[Change],
+    nearest: Sequence[str],
+    replayed: Prediction | None = None,
+) -> list[str]:
     """The whole report."""
     found = [*_head(plan), "", *_answer(plan)]
+    if replayed is not None:
+        found += _labelled("replayed", _replay(replayed))
     if nearest:
         found += _labelled("faster" if _is_at_home(plan) else "nearest", list(nearest))
     found += ["", *_memory(plan)]
@@ -51,6 +59,19 @@ def lines(plan: Plan, changes: Sequence[Change], nearest: Sequence[str]) -> list
     if notes:
         found += ["", *_labelled("notes", [line for text in notes for line in _wrapped(text)])]
     return found
+
+
+def _replay(found: Prediction) -> list[str]:
+    """What the routing of a text makes of the plan."""
+    fetched, computed = (
+        format_size(n / max(1, found.num_steps)) for n in (found.fetched_nbytes, found.cpu_nbytes)
+    )
+    idle = ", ".join(f"{name} {found.idle[name]:.0%}" for name in ("gpu", "pcie", "cpu"))
+    return [
+        f"{number(found.steps_per_s)} tok/s over {found.num_steps:,} tokens of the routing, "
+        f"{found.hit_rate:.0%} of look-ups served",
+        f"{fetched} a token fetched, {computed} computed by the CPU; idle: {idle}",
+    ]
 
 
 def tiers_of(plan: Plan) -> dict[str, str]:
@@ -79,16 +100,24 @@ def _head(plan: Plan) -> list[str]:
     parts += [machine.link.name] if machine.link else []
     parts.append(machine.host.cpu)
     box = ", ".join(parts)
-    size = f"{spec.total_weights / 1e9:,.4g} billion weights"
+    size = f"{_count(spec.total_weights, 4)} weights"
     if spec.sparse:
-        size += f", {spec.active_weights / 1e9:,.3g} billion of them a token"
+        size += f", {_count(spec.active_weights, 3)} of them a token"
     tokens = f"{work.context:,} {'token' if work.context == 1 else 'tokens'}"
     users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
+    if plan.at_once < work.concurrency:
+        users += f", {plan.at_once:,} of them at a time"
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
         *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
     ]
+
+
+def _count(number: int, digits: int) -> str:
+    """``116.8 billion``, ``15.01 million``."""
+    size, word = (number / 1e9, "billion") if number >= 10**9 else (number / 1e6, "million")
+    return f"{size:,.{digits}g} {word}"
 
 
 def _answer(plan: Plan) -> list[str]:
@@ -98,8 +127,8 @@ def _answer(plan: Plan) -> list[str]:
         return found
     tokens = interval(speed.tokens_s)
     each = ""
-    if plan.workload.concurrency > 1:
-        each = f" together, {speed.tokens_s.expected / plan.workload.concurrency:.3g} each"
+    if plan.at_once > 1:
+        each = f" together, {number(speed.tokens_s.expected / plan.at_once)} each"
     found += _labelled("speed", [f"{tokens} tok/s{each}"])
     first = interval(speed.ttft_s)
     found += _labelled("", [f"{first} s to the first token of {plan.workload.prompt:,}"])
@@ -232,6 +261,8 @@ def comparison(plans: Sequence[Plan]) -> list[str]:
             [format_size(p.layout.short_nbytes) if p.layout.short_nbytes else "-" for p in plans],
         )
     )
+    if any(p.workload.concurrency > 1 for p in plans):
+        rows.append(("at a time", [f"{p.at_once:,}" for p in plans]))
     rows.append(("tok/s", [number(p.speed.tokens_s.expected) if p.speed else "-" for p in plans]))
     rows.append(("  at least", [number(p.speed.tokens_s.low) if p.speed else "-" for p in plans]))
     rows.append(("  at most", [number(p.speed.tokens_s.high) if p.speed else "-" for p in plans]))

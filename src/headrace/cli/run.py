@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.cli.flags import (
     Commands,
@@ -20,8 +21,10 @@ from headrace.cli.flags import (
     engine_config,
     sampling_params,
 )
+from headrace.cli.outputs import check_output
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import EXIT_INTERRUPTED, configure_logging, note
+from headrace.cli.routing_log import RoutingLog, experts_of, save_routing
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.errors import ConfigError, RequestError
 from headrace.core.request import FinishReason, OutputDelta, SamplingParams
@@ -41,6 +44,12 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object with text, tokens and timings"
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="write which experts each token was routed to, for `headrace plan --routing`",
     )
     add_sampling_flags(parser, "0")
 
@@ -133,12 +142,23 @@ def run(args: argparse.Namespace) -> int:
         )
     sampling = sampling_params(args, GREEDY)
     prompt = read_prompt(args)
+    log, experts = RoutingLog(), 0
+    routing: Path | None = args.routing
+    if routing is not None:
+        check_output(routing, "--routing")
+        experts = experts_of(args.model)
     with loading_progress() as progress:
         session = open_session(engine_config(args), progress)
     try:
         if args.verbose:
             print_choices(session)
-        return answer_prompt(session, args, prompt, sampling)
+        if routing is not None:
+            session.engine.watch_routing(log)
+        code = answer_prompt(session, args, prompt, sampling)
+        if routing is not None:
+            save_routing(log, routing, args.model, prompt, experts)
+            note(f"the routing is in {routing}")
+        return code
     finally:
         session.close()
 

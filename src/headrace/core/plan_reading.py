@@ -6,14 +6,29 @@ and cached elements, not to compute with them. What it needs and does not find i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
-from headrace.core.plan_spec import KINDS, AttentionKind, PlanSpec
+from headrace.core.plan_formats import stored_formats
+from headrace.core.plan_spec import AttentionKind, PlanSpec
 
 Config = Mapping[str, Any]
 SHORT_CONTEXT = 2048  # where none is said: as the models had that were published before it was said
+MOST_LAYERS = 10_000  # far above any model's: layers are looked at one by one
+# Where configurations leave things out, what the reference's configuration classes take (transformers 5.24).
+_TIED = frozenset(
+    """gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text cohere cohere2 opt gpt2 falcon starcoder2 smollm3
+    ernie4_5 ernie4_5_moe lfm2""".split()
+)
+# One layer of so many has no window.
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "exaone4": 4}
+# What was held against published sizes or the engine's own count; others are read alike, and noted.
+_KNOWN = frozenset(
+    """llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_moe olmoe gpt_oss gemma2
+    gemma3 gemma3_text deepseek_v2 deepseek_v3 deepseek_v4 glm4_moe glm_moe_dsa kimi_k2 minimax_m2
+    opt""".split()
+)
 
 
 def spec_from_config(config: Config, name: str = "") -> PlanSpec:
@@ -34,59 +49,42 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
         notes.append(
             f"config.json does not say how long a context may be: {SHORT_CONTEXT:,} is taken"
         )
+    family = str(config.get("model_type", ""))
+    if family and family not in _KNOWN:
+        notes.append(
+            f"model_type {family!r} is not known here: it is counted as a decoder with gated feed-forwards"
+        )
     hidden = _count(config, "hidden_size")
     layers = _count(config, "num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise ConfigError(
+            f"config.json: num_hidden_layers is {layers:,}; it must be at most {MOST_LAYERS:,}",
+            hint="is this a language model's config.json, as it was published?",
+            param="num_hidden_layers",
+        )
     kinds = _attention(config, hidden, layers)
-    mixture = _mixture(config, hidden, layers)
-    dense = layers - mixture["moe_layers"]
+    mixture, dense_layers = _mixture(config, hidden, layers)
+    dense = len(dense_layers)
+    stored = stored_formats(config, _layers_of_kinds(layers, dense_layers))
     extra = _count(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
     experts = int(mixture.get("num_experts", 0)) * int(mixture.get("expert_weights", 0))
     per_layer = (sum(k.layers * (k.qkv_weights + k.o_weights) for k in kinds) // layers) + experts
     return PlanSpec(
         name=name or str(config.get("_name_or_path") or config.get("model_type", "model")),
-        family=str(config.get("model_type", "")),
+        family=family,
         hidden=hidden,
         vocab=_count(config, "vocab_size"),
         max_context=_count(config, "max_position_embeddings", default=SHORT_CONTEXT),
         attention=kinds,
         dense_layers=dense,
         dense_weights=_dense(config, hidden) if dense else 0,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family in _TIED)),
         extra_weights=extra * per_layer,
-        formats=stored_formats(config),
+        formats=stored.formats,
+        stored_bits=stored.bits,
         notes=tuple(notes),
         **mixture,
     )
-
-
-def stored_formats(config: Config) -> dict[str, str]:
-    """The format of each kind of weights, from ``quantization_config``; bfloat16 where none is named.
-
-    Raises:
-        UnsupportedModelError: the quantisation is not one that can be counted here.
-    """
-    plain = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    formats = dict.fromkeys(KINDS, plain.get(dtype.removeprefix("torch."), "bf16"))
-    quantised: Config | None = config.get("quantization_config")
-    if quantised:
-        method = str(quantised.get("quant_method", "")).lower()
-        expert = str(config.get("expert_dtype") or quantised.get("expert_dtype") or "").lower()
-        if method == "mxfp4":
-            formats["experts"] = "mxfp4"
-        elif method == "fp8":
-            linear = ("attention", "dense", "experts", "shared")
-            formats |= dict.fromkeys(linear, "fp8_e4m3")
-            if "fp4" in expert:
-                formats["experts"] = "mxfp4"
-        elif "nvfp4" in str(quantised).lower():
-            formats |= dict.fromkeys(("experts", "shared"), "nvfp4")
-        else:
-            raise UnsupportedModelError(
-                f"quantization_config.quant_method is {method!r}, whose bytes are not known here",
-                hint="known: mxfp4, fp8, NVFP4 by modelopt; or plan the .gguf file",
-            )
-    return formats
 
 
 def _attention(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ...]:
@@ -114,12 +112,7 @@ def _grouped(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, .
     heads = _count(config, "num_attention_heads")
     kv_heads = _count(config, "num_key_value_heads", default=heads)
     dim = _count(config, "head_dim", default=hidden // heads)
-    types = [str(t) for t in config.get("layer_types") or ()]
-    if not types and config.get("model_type") == "gpt_oss":
-        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    windowed = sum(t == "sliding_attention" for t in types)
-    if not types and config.get("sliding_window") and config.get("use_sliding_window", True):
-        windowed = layers
+    windowed = _windowed_layers(config, layers)
     gate = 2 if config.get("attn_output_gate") else 1
 
     def kind(name: str, count: int, window: int | None) -> AttentionKind:
@@ -140,6 +133,25 @@ def _grouped(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, .
     if windowed:
         found.append(kind("window", windowed, _count(config, "sliding_window")))
     return tuple(found)
+
+
+def _windowed_layers(config: Config, layers: int) -> int:
+    """How many layers see no more than ``sliding_window`` tokens."""
+    family = config.get("model_type")
+    types = [str(t) for t in config.get("layer_types") or ()]
+    if not types and family == "gpt_oss":
+        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if types:
+        return sum(t == "sliding_attention" for t in types)
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    default = _WINDOW_PATTERNS.get(str(family), 0)
+    every = _count(config, "sliding_window_pattern", "_sliding_window_pattern", default=default)
+    if every:
+        return layers - layers // every
+    if config.get("use_sliding_window"):  # Qwen: the first layers see everything
+        return layers - min(layers, _count(config, "max_window_layers", default=0))
+    return layers
 
 
 def _hybrid(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ...]:
@@ -249,11 +261,22 @@ def _compressed(config: Config, hidden: int, layers: int) -> tuple[AttentionKind
     return tuple(kind(*k) for k in kinds if k[1] in ratios)
 
 
-def _mixture(config: Config, hidden: int, layers: int) -> dict[str, Any]:
-    """The fields of a mixture; ``moe_layers`` 0 where there is none."""
+def _layers_of_kinds(layers: int, dense: frozenset[int]) -> dict[str, Sequence[int]]:
+    """Indices of the layers that have weights of a kind."""
+    mixtures = [i for i in range(layers) if i not in dense]
+    return {
+        "attention": range(layers),
+        "dense": sorted(dense),
+        "experts": mixtures,
+        "shared": mixtures,
+    }
+
+
+def _mixture(config: Config, hidden: int, layers: int) -> tuple[dict[str, Any], frozenset[int]]:
+    """The fields of a mixture (``moe_layers`` 0 where there is none), and the layers without experts."""
     experts = _count(config, "num_local_experts", "n_routed_experts", "num_experts", default=0)
     if not experts:
-        return {"moe_layers": 0}
+        return {"moe_layers": 0}, frozenset(range(layers))
     chosen = _count(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     if chosen > experts:
         raise ConfigError(
@@ -269,9 +292,10 @@ def _mixture(config: Config, hidden: int, layers: int) -> dict[str, Any]:
     dense = set(config.get("mlp_only_layers") or ())
     dense |= set(range(_count(config, "first_k_dense_replace", default=0)))
     dense |= {i for i in range(layers) if (i + 1) % step}
+    dense &= set(range(layers))
     biased = config.get("model_type") == "gpt_oss"
-    return {
-        "moe_layers": layers - len(dense & set(range(layers))),
+    fields = {
+        "moe_layers": layers - len(dense),
         "num_experts": experts,
         "num_experts_per_token": chosen,
         "expert_weights": 3 * hidden * inner,
@@ -279,6 +303,7 @@ def _mixture(config: Config, hidden: int, layers: int) -> dict[str, Any]:
         "shared_weights": 3 * hidden * shared,
         "router_weights": experts * hidden,
     }
+    return fields, frozenset(dense)
 
 
 def _dense(config: Config, hidden: int) -> int:
@@ -292,7 +317,7 @@ def _dense(config: Config, hidden: int) -> int:
 _POSITIVE = frozenset(
     """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     max_position_embeddings full_attention_interval decoder_sparse_step num_experts_per_tok
-    num_experts_per_token experts_per_token""".split()
+    num_experts_per_token experts_per_token sliding_window_pattern _sliding_window_pattern""".split()
 )
 
 

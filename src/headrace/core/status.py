@@ -31,6 +31,8 @@ class EngineInfo:
     backends: Mapping[str, str]  # op name -> back-end
     choices: tuple[Choice, ...]
     load_s: float
+    # planned bytes by memory ("host", "gpu") and purpose; see engine.resolved
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_spec import ModelSpec
+from headrace.engine.memory_plan import megabytes
 from headrace.machine.probe import Machine
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -82,7 +83,7 @@ def positive(name: str, value: int | None) -> int | None:
 
 def choose_block_tokens(config: EngineConfig, chosen: Chosen, *, sealed: bool = False) -> int:
     """Tokens of a KV block. ``sealed``: blocks are quantised as a whole."""
-    given = one_of("block_tokens", config.block_tokens, BLOCK_TOKENS)
+    given = one_of("--block-tokens", config.block_tokens, BLOCK_TOKENS)
     size = given or (DEFAULT_SEALED_BLOCK_TOKENS if sealed else DEFAULT_BLOCK_TOKENS)
     reason = "a shared prefix loses half a block on average, attention reads runs"
     if sealed:
@@ -95,8 +96,8 @@ def batch_limits(
     config: EngineConfig, default_tokens: int, reason: str, chosen: Chosen
 ) -> tuple[int, int]:
     """Sequences at once and tokens of a step; ``default_tokens`` for ``reason``."""
-    seqs = positive("max_num_seqs", config.max_num_seqs)
-    batch = positive("max_batch_tokens", config.max_batch_tokens)
+    seqs = positive("--max-num-seqs", config.max_num_seqs)
+    batch = positive("--max-batch-tokens", config.max_batch_tokens)
     if seqs is None:
         seqs = min(DEFAULT_MAX_NUM_SEQS, batch or DEFAULT_MAX_NUM_SEQS)
         chosen("max_num_seqs", seqs, "more wait, so that those that run keep their speed")
@@ -109,8 +110,9 @@ def batch_limits(
         chosen("max_batch_tokens", batch, "as configured")
     if batch < seqs:
         raise ConfigError(
-            f"max_batch_tokens is {batch}, less than one token for each of max_num_seqs {seqs}",
-            param="max_batch_tokens",
+            f"--max-batch-tokens is {batch}, less than one token for each of --max-num-seqs {seqs}",
+            hint="raise the first or lower the second",
+            param="--max-batch-tokens",
         )
     return seqs, batch
 
@@ -128,8 +130,8 @@ def host_budget(config: EngineConfig, machine: Machine, chosen: Chosen) -> int:
         return budget
     if config.ram_budget_nbytes > total:
         raise ConfigError(
-            f"--ram-budget is {config.ram_budget_nbytes} bytes; this machine (or its container) "
-            f"has {total}",
+            f"--ram-budget is {megabytes(config.ram_budget_nbytes)}; this machine (or its container) "
+            f"has {megabytes(total)}",
             hint="give less, or leave it out",
             param="--ram-budget",
         )
@@ -177,7 +179,7 @@ def choose_context(
         DoesNotFitError: not even a small one fits.
     """
     wanted = positive("--context", config.context)
-    pool = positive("kv_tokens", config.kv_tokens)
+    pool = positive("--kv-tokens", config.kv_tokens)
     if wanted is not None and wanted > spec.max_context:
         raise ConfigError(
             f"--context is {wanted}; the model's own limit is {spec.max_context} tokens",
@@ -186,9 +188,9 @@ def choose_context(
         )
     if wanted is not None and pool is not None and pool < wanted:
         raise ConfigError(
-            f"kv_tokens is {pool}, less than one sequence of --context {wanted}",
-            hint="raise kv_tokens or lower --context",
-            param="kv_tokens",
+            f"--kv-tokens is {pool}, less than one sequence of --context {wanted}",
+            hint="raise --kv-tokens or lower --context",
+            param="--kv-tokens",
         )
     if wanted is not None:
         chosen("context", wanted, "as configured")
@@ -205,7 +207,8 @@ def choose_context(
     smallest = min(MIN_CONTEXT, spec.max_context)
     if fits < smallest:
         plan = room.plan(smallest, workspace(smallest))
-        plan.require_fit("choose a smaller model or format, or free memory")
+        larger = "raise --ram-budget" if config.ram_budget_nbytes is not None else "free memory"
+        plan.require_fit(f"choose a smaller model or format, or {larger}")
         raise DoesNotFitError(f"no context of {smallest} tokens fits: {plan.describe()}")
     chosen("context", fits, f"what fits in memory; the model's own limit is {spec.max_context}")
     return fits

@@ -123,6 +123,7 @@ class ExpertPlace:
                 ),
                 Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit),
                 threads=resolved.threads,
+                cpus=resolved.expert_cpus,
                 rates=rates,
                 new_paths=self._new_paths,
             )

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from headrace.engine.gpu_kernel_probe import COLD_NBYTES, GpuProbe
-from headrace.engine.kernel_probe import FILLING
+from headrace.engine.stand_in import FILLING
 from headrace.engine.this_machine import measured_rate
 from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.plan_oracle import PlanShape

@@ -21,7 +21,7 @@ from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
 from headrace.engine.decode_graphs import best_of
 from headrace.engine.gpu_profiler import mark_seconds
-from headrace.engine.kernel_probe import packed
+from headrace.engine.stand_in import packed
 from headrace.engine.this_machine import measured_rate
 from headrace.explain import leaf
 from headrace.explain.gpu_kernel_rates import ATTENTION_POINTS, FEW_ROWS

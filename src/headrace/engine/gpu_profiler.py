@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.step import ClassStats, MovedBytes, ScheduledChunk, StepPlan
@@ -22,12 +24,12 @@ from headrace.machine.device import Device, Graph
 from headrace.ops.measure import Marks
 
 # Of the replayed steps one is slowed down by its marks, the seventh one first: after a bracket that counts.
-# SmolLM2's has 244 marks of 1.0 us in 0.8 ms, and takes as long again to be filed; one step in 24 and
-# brackets in every fourth cost 5% of it (H200, 2026-11-30).
+# SmolLM2's has 244 marks of 1.0 us in 0.8 ms; one step in 24 and brackets in every fourth cost 5% of it
+# (H200, 2026-11-30).
 EVERY, FIRST = 64, 6
-# Some of the others have two marks, around all of the GPU's work: what is left is the host's. A recording's
-# first replay does not count: it starts slowly.
-BRACKETS, FIRST_BRACKET, KEPT = 8, 4, 16
+# Some of the others have two marks, around all of the GPU's work: what is left is the host's. Reading them
+# costs 0.08 ms: one in eight was 1.2% of SmolLM2's step.
+BRACKETS, FIRST_BRACKET, KEPT = 16, 4, 16
 # A mark costs so much of what it does in a chain of small kernels: others overlap without it, or hide it.
 LEAST, MOST = 0.5, 2.5
 CHAIN = 200  # marks of the graph that shows what one costs; the shortest of RUNS replays
@@ -104,13 +106,16 @@ class _MarkedPaths:
 
 @dataclass
 class _Recorded:
-    """One size's other recordings: with every mark, and with the first and the last one only."""
+    """One size's other recordings: with every mark, and with the first and the last one only.
+
+    names: classes of the marks, each once; places: of each mark's among them.
+    """
 
     marked: Recording
-    labels: list[str]
+    names: list[str]
+    places: npt.NDArray[np.intp]
     bracket: Recording
     spans_s: list[float] = field(default_factory=list[float])  # of the brackets, newest last
-    warm: bool = False  # whether the bracket was replayed before
 
 
 class GpuStepProfiler(StepProfiler):
@@ -202,9 +207,17 @@ class GpuStepProfiler(StepProfiler):
         self._enter()
         marked = graphs.record(size, around)
         self._leave()
-        names = list(labels)
+        names = list(dict.fromkeys(labels))
+        places = np.array([names.index(label) for label in labels])
         self._wake()
-        self._recorded[size] = _Recorded(marked, names, graphs.record(size, around))
+        self._recorded[size] = _Recorded(marked, names, places, graphs.record(size, around))
+        # A recording's first replay starts slowly (2.6 ms instead of 1.3, SmolLM2, H200): let it be one of
+        # nobody's row, as those that capturing has run.
+        for graph, _ in (marked, self._recorded[size].bracket):
+            self._wake()
+            with torch.inference_mode():
+                graph.replay()
+            self._device.synchronize()
         self._wake()
 
     def _wake(self) -> None:
@@ -245,23 +258,22 @@ class GpuStepProfiler(StepProfiler):
         if mode == "launched":
             times = self._marks.seconds(len(self._labels))
             for label, seconds in zip(self._labels, times):
-                self._add(label, seconds)
+                self._add(label, 1, seconds)
             # What the host needs to start the GPU's work and to fetch its result.
-            self._add(leaf.LAUNCHES, max(waited - sum(times), 0.0))
+            self._add(leaf.LAUNCHES, 1, max(waited - sum(times), 0.0))
         elif mode == "marked":
             found = self._recorded[size]
-            times = self._marks.seconds(len(found.labels))
-            cost_s = self._cost_of_a_mark(sum(times), found)
-            for label, seconds in zip(found.labels, times):
-                self._add(label, max(seconds - cost_s, 0.0))
+            times = np.array(self._marks.seconds(len(found.places)))
+            times = np.maximum(times - self._cost_of_a_mark(float(times.sum()), found), 0.0)
+            sums = np.bincount(found.places, times).tolist()
+            for label, count, seconds in zip(found.names, np.bincount(found.places).tolist(), sums):
+                self._add(label, count, seconds)
         elif mode == "bracket":
             span = self._marks.seconds(1)[0]
             found = self._recorded[size]
-            if found.warm:
-                found.spans_s.append(span)
-                del found.spans_s[:-KEPT]
-                self._add(leaf.LAUNCHES, max(waited - span, 0.0))
-            found.warm = True
+            found.spans_s.append(span)
+            del found.spans_s[:-KEPT]
+            self._add(leaf.LAUNCHES, 1, max(waited - span, 0.0))
         if mode in ("launched", "marked"):
             return super().take(plan, host)
         return self._host_classes(plan, host)
@@ -270,11 +282,10 @@ class GpuStepProfiler(StepProfiler):
         """Without what costs time to work out: every step of a server would pay for it."""
         for name, seconds in ranges.items():
             if name in RANGE_CLASSES:
-                self._add(RANGE_CLASSES[name], seconds)
+                self._add(RANGE_CLASSES[name], 1, seconds)
         self.rows = rows_of(plan)
-        seen, self._seen = self._seen, {}
         none = MovedBytes()
-        return tuple(ClassStats(i, int(calls), 0, none, s) for i, (calls, s) in seen.items())
+        return tuple(ClassStats(i, calls, 0, none, s) for i, (calls, s) in self.classes().items())
 
     def _cost_of_a_mark(self, total_s: float, found: _Recorded) -> float:
         """What a mark took in this step: its kernel, and the overlap of those before and behind it.
@@ -284,5 +295,5 @@ class GpuStepProfiler(StepProfiler):
         """
         if not found.spans_s:
             return self._mark_s
-        each = (total_s - median(found.spans_s)) / len(found.labels)
+        each = (total_s - median(found.spans_s)) / len(found.places)
         return min(max(each, LEAST * self._mark_s), MOST * self._mark_s)

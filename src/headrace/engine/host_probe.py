@@ -17,7 +17,7 @@ from headrace.core.model_spec import ModelSpec
 from headrace.core.request import GenerationRequest, SamplingParams
 from headrace.core.status import EngineInfo
 from headrace.core.step import StepStats
-from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.decode_graphs import DecodeGraphs, Work
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
 from headrace.engine.scheduler import SchedulerConfig
@@ -39,23 +39,21 @@ WIDTH = 64
 class _Idle:
     """``engine.runner.DecoderLike``: adds one to a row ``kernels`` times."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, kernels: int, marks: Marks) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, kernels: int) -> None:
         self.spec = spec
         self.on_routing: RoutingObserver | None = None
-        self._kernels, self._marks = kernels, marks
+        self._kernels = kernels
         self._row = torch.zeros(1, WIDTH, device=device)
         self._logits = torch.zeros(1, spec.vocab, device=device)
 
     def forward(
         self, token_ids: torch.Tensor, batch: AttentionBatch, kv: Sequence[LayerCache], /
     ) -> torch.Tensor:
-        self._marks.begin()
         for _ in range(self._kernels):
             self._row.add_(1.0)
         return self._row.expand(token_ids.shape[0], WIDTH)
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        self._marks.point()
         return self._logits.expand(hidden.shape[0], self.spec.vocab).contiguous()
 
 
@@ -69,11 +67,22 @@ def probe_host(device: Device, kernels: int, marks: Marks) -> dict[str, Rate]:
     """
     checkpoint = open_checkpoint("tiny")
     spec, context = checkpoint.spec, LONG_TOKENS + STEPS + BLOCK_TOKENS
-    decoder = _Idle(spec, device.torch_device, kernels, marks)
+    decoder = _Idle(spec, device.torch_device, kernels)
     blocks = -(-context // BLOCK_TOKENS)
     kv = allocate_kv(spec, blocks + 1, BLOCK_TOKENS, "bf16", device.torch_device)
     graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=context)
     graphs.capture()
+
+    def around(work: Work) -> Work:
+        def marked() -> tuple[torch.Tensor, ...]:
+            marks.begin()
+            outputs = work()
+            marks.point()
+            return outputs
+
+        return marked
+
+    graphs.swap(1, graphs.record(1, around))  # the choice of a token is the GPU's work, too
     info = EngineInfo("probe", "", context, spec.vocab, 0, 0, "bf16", BLOCK_TOKENS, 1, {}, (), 0.0)
     limits = SchedulerConfig(blocks, BLOCK_TOKENS, context, context, 1, prefix_cache=False)
     tokenizer = load_tokenizer(checkpoint.text)

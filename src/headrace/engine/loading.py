@@ -122,6 +122,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         backends=ops.describe(),
         choices=resolved.choices,
         load_s=time.perf_counter() - start,
+        memory=resolved.memory,
     )
     return EngineParts(
         decoder,

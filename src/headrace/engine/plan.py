@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
-from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, lay_out
+from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, fewer_at_once, lay_out
 from headrace.explain.catalogue.functions import distinct
 from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape
@@ -22,6 +22,8 @@ from headrace.machine.profile import MachineProfile
 # The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
 # Fixed, so that a faster part never makes a plan slower.
 SHARES = tuple(i / 16 for i in range(17))
+# Chunks of which the CPU computes a part (experts.building.MAX_CPU_TOKENS).
+SHORT_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a machine under a workload. ``speed`` is None where it does not fit."""
+    """A model on a machine under a workload. ``speed`` is None where it does not fit.
+
+    at_once: sequences that run at a time; the others wait
+    """
 
     spec: PlanSpec
     machine: MachineProfile
     workload: Workload
     layout: Layout
     speed: Speed | None
+    at_once: int
 
     @property
     def fits(self) -> bool:
@@ -76,9 +82,24 @@ def make_plan(
     _check(spec, workload)
     layout = lay_out(spec, machine, workload)
     if layout.mode == "none":
-        return Plan(spec, machine, workload, layout, None)
+        return Plan(spec, machine, workload, layout, None, workload.concurrency)
     model = engine or engine_model("headrace")
-    return Plan(spec, machine, workload, layout, _speed(spec, machine, workload, layout, model))
+
+    layouts = {workload.concurrency: layout}
+    if machine.gpu is not None and workload.concurrency > 1 and layout.mode != "vram":
+        layouts |= fewer_at_once(spec, machine, workload)
+
+    def decoding(count: int) -> _Decoding:
+        work = replace(workload, concurrency=count)
+        return _decoding(spec, machine, work, layouts[count], model)
+
+    decodings = {count: decoding(count) for count in layouts}
+    at_once = max(layouts, key=lambda count: decodings[count].tokens_s)
+    layout = layouts[at_once]
+    speed = _speed(
+        spec, machine, replace(workload, concurrency=at_once), layout, model, decodings[at_once]
+    )
+    return Plan(spec, machine, workload, layout, speed, at_once)
 
 
 def _check(spec: PlanSpec, workload: Workload) -> None:
@@ -116,14 +137,19 @@ def fetch_share(machine: MachineProfile, engine: EngineModel) -> float:
     B_P is what the link delivers; B_C what the CPU works through meanwhile: its kernels' rate, or what
     the fetches leave of the memory channels, whichever is less.
     """
+    link, cpu = path_rates(machine, engine)
+    return link / (link + cpu) if link + cpu else 0.0
+
+
+def path_rates(machine: MachineProfile, engine: EngineModel) -> tuple[float, float]:
+    """GB/s that the link delivers and the CPU works through, beside each other."""
     link = _gbps(machine, "pcie_h2d", "pcie", engine)
     channels = _gbps(machine, "dram_read", "dram", engine)
     kernels = channels * engine.kernel.get("dram", 1.0)
     cpu = min(kernels, max(0.0, channels - link))
     if "dram_read_overlapped" in machine.rates:
         cpu = machine.rates["dram_read_overlapped"].value * engine.kernel.get("dram", 1.0)
-    link = min(link, channels)
-    return link / (link + cpu) if link + cpu else 0.0
+    return min(link, channels), cpu
 
 
 def _gbps(machine: MachineProfile, rate: str, resource: str, engine: EngineModel) -> float:
@@ -158,13 +184,24 @@ def placement_of(
     )
 
 
-def _speed(
+@dataclass(frozen=True)
+class _Decoding:
+    """A decoding step of all sequences, as expected."""
+
+    tokens_s: float
+    hits: HitRate
+    share: float
+    step: StepTime
+    at: Callable[[float], StepTime]  # the step at another hit rate
+
+
+def _decoding(
     spec: PlanSpec,
     machine: MachineProfile,
     workload: Workload,
     layout: Layout,
     engine: EngineModel,
-) -> Speed:
+) -> _Decoding:
     hits = hit_rate(spec, layout.resident, engine)
     kept = hit_rate(spec, min(1.0, layout.resident + layout.ram_share), engine).expected
     # Half of the context is cached in the middle of a conversation: the mean over its tokens.
@@ -177,17 +214,29 @@ def _speed(
     share = 0.0
     if layout.mode in ("ram", "disk"):
         share = _best_share(lambda one: decode(hits.expected, one).seconds)
-    middle = decode(hits.expected, share)
-    slow, fast = decode(hits.low, share).seconds, decode(hits.high, share).seconds
-    batch = workload.concurrency
+    step = decode(hits.expected, share)
+    tokens_s = workload.concurrency / step.seconds
+    return _Decoding(tokens_s, hits, share, step, lambda rate: decode(rate, share))
+
+
+def _speed(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layout: Layout,
+    engine: EngineModel,
+    decoding: _Decoding,
+) -> Speed:
+    hits, batch = decoding.hits, workload.concurrency
+    slow, fast = decoding.at(hits.low).seconds, decoding.at(hits.high).seconds
     tokens = Interval(
         batch / slow * (1 - engine.spread),
-        batch / middle.seconds,
+        decoding.tokens_s,
         batch / fast * (1 + engine.spread),
     )
     prefill, seconds = prefill_time(spec, machine, workload, layout, engine)
     ttft = Interval(seconds * (1 - engine.spread), seconds, seconds * (1 + engine.spread))
-    return Speed(tokens, ttft, hits, share, middle, prefill)
+    return Speed(tokens, ttft, hits, decoding.share, decoding.step, prefill)
 
 
 def _best_share(seconds: Callable[[float], float]) -> float:
@@ -215,7 +264,8 @@ def prefill_time(
 ) -> tuple[StepTime, float]:
     """The last chunk's step, and the seconds of all chunks of one prompt.
 
-    Resident experts are not copied; the others travel once a chunk.
+    Resident experts are not copied; the others travel once a chunk. A short chunk takes both paths, with
+    the best share of ``SHARES``.
     """
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
     kept = min(1.0, layout.resident + layout.ram_share)
@@ -223,7 +273,16 @@ def prefill_time(
     done, seconds, last = 0, 0.0, None
     while done < workload.prompt:
         size = min(CHUNK_TOKENS, workload.prompt - done)
-        last = step_time(spec, StepShape("prefill", 1, size, done), place, machine, engine)
+        shape = StepShape("prefill", 1, size, done)
+
+        def timed(share: float, shape: StepShape = shape) -> StepTime:
+            routed = replace(place, routed=True, fetch_share=share)
+            return step_time(spec, shape, routed, machine, engine)
+
+        if size <= SHORT_CHUNK and layout.mode in ("ram", "disk"):
+            last = timed(_best_share(lambda share: timed(share).seconds))
+        else:
+            last = step_time(spec, shape, place, machine, engine)
         seconds, done = seconds + last.seconds, done + size
     assert last is not None
     return last, seconds

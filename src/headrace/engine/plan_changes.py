@@ -12,9 +12,11 @@ from headrace.core.plan_spec import KINDS, PlanSpec
 from headrace.engine.plan import Plan, make_plan, with_rate
 from headrace.engine.plan_memory import Workload
 from headrace.explain.step_cost import KV_BITS
+from headrace.explain.units_text import figures
 from headrace.machine.profile import MachineProfile
 
 MORE_VRAM_NBYTES = 8 * 10**9
+MORE_RAM_NBYTES = 32 * 10**9  # one more pair of modules of 16 GB
 # Formats that a checkpoint could be stored in instead: what is tried first costs least accuracy.
 SMALLER = ("fp8_e4m3", "q4_k", "q3_k", "q2_k")
 SHORTEST_CONTEXT = 1024
@@ -68,6 +70,11 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
             yield "link twice as fast", on(with_rate(machine, "pcie_h2d", 2.0))
     if "dram_read" in machine.rates and not (gpu is not None and gpu.unified):
         yield "twice the memory channels", on(with_rate(machine, "dram_read", 2.0))
+    if plan.layout.mode in ("disk", "none") and not (gpu is not None and gpu.unified):
+        more = replace(machine.host, memory_nbytes=machine.host.memory_nbytes + MORE_RAM_NBYTES)
+        yield "+32 GB of host memory", on(replace(machine, host=more))
+    if plan.layout.mode == "disk" and "disk_read" in machine.rates:
+        yield "disk twice as fast", on(with_rate(machine, "disk_read", 2.0))
     for name in ("fp8", "nvfp4k-fp8v"):
         if KV_BITS[work.kv_format] > KV_BITS[name]:
             yield f"KV cache in {name}", under(replace(work, kv_format=name))
@@ -107,7 +114,7 @@ def faster_ways(plan: Plan) -> list[str]:
             speed = smaller.speed.tokens_s.expected
             return [
                 f"stored as {name} ({_gigabytes(other.weights_nbytes)}) all of it lies in "
-                f"{'GPU memory' if gpu.unified else 'VRAM'}: {speed:,.3g} tok/s"
+                f"{'GPU memory' if gpu.unified else 'VRAM'}: {figures(speed)} tok/s"
             ]
     return []
 
@@ -196,5 +203,5 @@ def _other_models(plan: Plan) -> list[str]:
         other = make_plan(spec, plan.machine, work)
         if _good(other) and other.speed is not None:
             speed = other.speed.tokens_s.expected
-            return [f"the largest bundled model that fits is {spec.name} ({speed:,.3g} tok/s)"]
+            return [f"the largest bundled model that fits is {spec.name} ({figures(speed)} tok/s)"]
     return []

@@ -1,8 +1,8 @@
 """How often the experts that a token wants are in VRAM: the cache's prediction, with an interval around it.
 
-The formula is ``experts.hit_rate``'s, the one that the engine places experts by. How a router repeats
-itself differs between models and texts, and nothing in a configuration tells, so that a plan takes the
-published statistics of gpt-oss-120b and says what other routers would make of it: one that chooses
+Formula and expected statistics are ``experts.hit_rate``'s, those that the engine places experts by. How a
+router repeats itself differs between models and texts, and nothing in a configuration tells, so that they
+are the published ones of gpt-oss-120b; a plan says what other routers would make of it: one that chooses
 uniformly, and agents' routing of DeepSeek-V4-Flash.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.experts.hit_rate import (
-    GPT_OSS_120B,
+    EXPECTED,
     PolicyName,
     RoutingStatistics,
     predict_hit_rate,
@@ -49,4 +49,4 @@ def expected_hit_rate(
     def rate(statistics: RoutingStatistics) -> float:
         return predict_hit_rate(num_experts, top_k, share, policy, statistics)
 
-    return HitRate(rate(UNIFORM), rate(GPT_OSS_120B), rate(AGENTS))
+    return HitRate(rate(UNIFORM), rate(EXPECTED), rate(AGENTS))

@@ -6,7 +6,7 @@ memory cannot hold on the disk; everything in host memory, computed by the CPU. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headrace.core.plan_spec import PlanSpec
@@ -21,8 +21,9 @@ VRAM_RESERVE_NBYTES = 750 * 10**6
 SYSTEM_RESERVE_NBYTES = 3 * 10**9
 # Share of one memory for both that the GPU may use: macOS's default limit. Estimate.
 UNIFIED_GPU_SHARE = 0.75
-# Tokens of the longest prefill chunk, which sets the workspace.
-CHUNK_TOKENS = 8192
+# Tokens of the longest prefill chunk, which sets the workspace: what the engine takes on a GPU
+# (resolve_gpu.DEFAULT_MAX_BATCH_TOKENS). Experts in host memory travel once for each.
+CHUNK_TOKENS = 2048
 
 Mode = Literal["vram", "ram", "disk", "cpu", "none"]
 
@@ -118,6 +119,35 @@ def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layo
     return _too_small(spec, everything, capacity)
 
 
+def fewer_at_once(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> dict[int, Layout]:
+    """Layouts with fewer of the sequences at a time, the others waiting, by how many run.
+
+    What admission makes of a load whose KV cache would push weights out of VRAM: the most sequences beside
+    all weights in VRAM, the most that a GPU with experts in host memory takes, and fewer, which leave more
+    slots to the experts. These are the same for every load, so that a larger one is never the slower.
+    """
+
+    def laid_out(count: int) -> Layout:
+        return lay_out(spec, machine, replace(workload, concurrency=count))
+
+    counts = {n for n in _round_counts(workload.concurrency) if n < workload.concurrency}
+    for modes in (("vram",), ("vram", "ram")):
+        low, high = 0, workload.concurrency
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if laid_out(middle).mode in modes else (low, middle)
+        counts |= {low} - {0}
+    found = {count: laid_out(count) for count in counts}
+    whole = max((n for n, layout in found.items() if layout.mode == "vram"), default=0)
+    return {n: layout for n, layout in found.items() if n == whole or layout.mode == "ram"}
+
+
+def _round_counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ...: up to ``most``."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted(n for n in {*powers, *(3 * p for p in powers)} if n <= most)
+
+
 def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, int]) -> Layout:
     """What a model wants that fits nowhere, and what is missing.
 
@@ -138,7 +168,10 @@ def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, i
     }
     if not spec.sparse:
         other = sum(everything.values()) - capacity["ram"]
-        lack = {"ram": other} if other < lack["vram"] else {"vram": lack["vram"]}
+        if other < lack["vram"]:
+            short = {"ram": other}
+            return Layout("none", {"ram": everything}, capacity, resident=0.0, short=short)
+        lack = {"vram": lack["vram"]}
     short = {tier: nbytes for tier, nbytes in lack.items() if nbytes}
     return Layout("none", {"vram": gpu, "ram": host}, capacity, resident=0.0, short=short)
 

@@ -52,13 +52,11 @@ def probe_gpu(parts: EngineParts, model: RunningModel) -> dict[str, Rate]:
     if not isinstance(parts.decoder, Profilable):
         raise InternalError(f"{type(parts.decoder).__name__} has no operations to watch")
     probe = GpuProbe(device, parts.decoder.ops, model)
-    marks = step_marks(device.torch_device)
     try:
-        rates = probe.rates() | probe_host(device, KERNELS_A_LAYER * spec.num_layers, marks)
+        rates = probe.rates() | probe_gpu_host(parts)
         if isinstance(parts.experts, LiveExperts):
             executor = parts.experts.executor
             act = Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit)
-            rates["experts_host"] = _experts_host(parts.experts)
             rates |= probe_experts(
                 device,
                 probe,
@@ -69,6 +67,16 @@ def probe_gpu(parts: EngineParts, model: RunningModel) -> dict[str, Rate]:
             )
     finally:
         device.release_cached()
+    return rates
+
+
+def probe_gpu_host(parts: EngineParts) -> dict[str, Rate]:
+    """Those of the rates that are the host's, which also change while the GPU's do not."""
+    device = parts.device
+    kernels = KERNELS_A_LAYER * parts.decoder.spec.num_layers
+    rates = probe_host(device, kernels, step_marks(device.torch_device))
+    if isinstance(parts.experts, LiveExperts):
+        rates["experts_host"] = _experts_host(parts.experts)
     return rates
 
 

@@ -1,13 +1,13 @@
 """Seconds of a step by class: every operation is timed and filed under the catalogue's name for it.
 
-Off, nothing is in the way: the operations are the kernels themselves. On, each call costs two readings
-of a clock and an entry here, about a microsecond (2026-11, Zen 3): a decoding step of SmolLM2 makes 62
-calls, since its layers' halves are one operation each, which time their own parts.
+Off, nothing is in the way: the operations are the kernels themselves. On, a call costs two readings of a
+clock: a decoding step of SmolLM2 makes 63, since its layers' halves are one operation each, which add up
+the times of their parts themselves. Those are read once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from headrace.core.errors import InternalError
@@ -20,11 +20,12 @@ from headrace.explain.running_cost import (
     RunningModel,
     StepRows,
     Stored,
+    attention_cost,
     classes_of,
     running_cost,
 )
 from headrace.formats.base import PackedTensor
-from headrace.ops.registry import BLOCKS, OpSet
+from headrace.ops.registry import BLOCKS, BlockTimes, OpSet
 
 OP_CLASSES = {
     "embed": leaf.EMBED,
@@ -118,6 +119,9 @@ class StepProfiler:
             for block, parts in BLOCKS.items()
         }
         self._seen: dict[str, list[float]] = {}
+        self._blocks: Mapping[str, BlockTimes] = {}
+        self._alike: tuple[int, int, bool] | None = None
+        self._works: dict[str, tuple[int, MovedBytes]] = {}
         self.rows = StepRows((), 0)  # of the step that was taken last
         # Whether that step was slowed down by what watched it, and is not to be counted as a step.
         self.slowed = False
@@ -126,23 +130,29 @@ class StepProfiler:
 
     def start(self) -> None:
         """Watch from now on."""
-        self.ops.watch(self._called)
+        self._blocks = self.ops.watch(self._called)
 
     def stop(self) -> None:
         """Leave the operations alone."""
-        self.ops.watch(None)
+        self._blocks = self.ops.watch(None)
 
     def begins(self, chunks: Sequence[ScheduledChunk]) -> None:
         """A step is about to be computed."""
 
-    def _called(
-        self, name: str, args: tuple[Any, ...], seconds: float, parts: Sequence[float]
-    ) -> None:
-        if parts:
-            for index, part in enumerate(parts):
-                self._add(self.class_of(name, args, index), part)
-        else:
-            self._add(self.class_of(name, args, None), seconds)
+    def _called(self, name: str, args: tuple[Any, ...], seconds: float) -> None:
+        self._add(self.class_of(name, args, None), 1, seconds)
+
+    def classes(self) -> dict[str, tuple[int, float]]:
+        """Calls and seconds by class since the last time that somebody asked."""
+        for name, times in self._blocks.items():
+            calls, seconds, parts = times.take()
+            if not calls:
+                continue
+            for ident, part in zip(self._block_classes[name], parts, strict=True):
+                self._add(ident, calls, part)
+            self._add(leaf.LAUNCHES, calls, max(seconds - sum(parts), 0.0))
+        seen, self._seen = self._seen, {}
+        return {ident: (int(calls), seconds) for ident, (calls, seconds) in seen.items()}
 
     def class_of(self, name: str, args: tuple[Any, ...], part: int | None) -> str:
         """The class of an operation's call, or of a block's part."""
@@ -154,27 +164,38 @@ class StepProfiler:
             name, name
         )  # blocks that do not time their parts are called themselves
 
-    def _add(self, ident: str, seconds: float) -> None:
+    def _add(self, ident: str, calls: int, seconds: float) -> None:
         found = self._seen.get(ident)
         if found is None:
-            self._seen[ident] = [1, seconds]
+            self._seen[ident] = [calls, seconds]
         else:
-            found[0] += 1
+            found[0] += calls
             found[1] += seconds
 
     def take(self, plan: StepPlan, ranges: dict[str, float]) -> tuple[ClassStats, ...]:
         """The classes of the step that has just run, with the work that each was."""
         for name, seconds in ranges.items():
             if name in RANGE_CLASSES:
-                self._add(RANGE_CLASSES[name], seconds)
+                self._add(RANGE_CLASSES[name], 1, seconds)
         self.rows = rows_of(plan)
-        costs = running_cost(self.model, self.rows)
-        seen, self._seen = self._seen, {}
-        none = Work()
+        works = self._works_of(self.rows)
+        nothing = 0, MovedBytes()
         return tuple(
-            _stats(ident, int(calls), costs[ident].work if ident in costs else none, seconds)
-            for ident, (calls, seconds) in seen.items()
+            ClassStats(ident, calls, *works.get(ident, nothing), seconds)
+            for ident, (calls, seconds) in self.classes().items()
         )
+
+    def _works_of(self, rows: StepRows) -> dict[str, tuple[int, MovedBytes]]:
+        """FLOPs and bytes by class. Of one decoding step and the next only attention differs, and
+        working out all of them took as long as watching 60 calls."""
+        alike = rows.tokens, rows.sampled, rows.decode
+        if alike != self._alike:
+            self._alike = alike
+            self._works = {i: _counts(c.work) for i, c in running_cost(self.model, rows).items()}
+            return self._works
+        ident, attention = attention_cost(self.model, rows)
+        self._works[ident] = _counts(attention.work)
+        return self._works
 
 
 def rows_of(plan: StepPlan) -> StepRows:
@@ -185,6 +206,6 @@ def rows_of(plan: StepPlan) -> StepRows:
     )
 
 
-def _stats(ident: str, calls: int, work: Work, seconds: float) -> ClassStats:
+def _counts(work: Work) -> tuple[int, MovedBytes]:
     moved = MovedBytes(round(work.hbm_nbytes), round(work.pcie_nbytes), round(work.dram_nbytes))
-    return ClassStats(ident, calls, round(work.flops), moved, seconds)
+    return round(work.flops), moved

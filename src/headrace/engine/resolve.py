@@ -24,6 +24,7 @@ from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
     RESERVE_NBYTES,
     MemoryPlan,
+    megabytes,
     workspace_nbytes,
 )
 from headrace.engine.resolve_gpu import resolve_on_gpu
@@ -228,7 +229,7 @@ def _why_not_gpu(config: EngineConfig, machine: Machine, support: GpuSupport) ->
         ConfigError: a GPU is asked for and cannot be used, or asked for and ruled out at once.
     """
     device = one_of("--device", config.device, DEVICES)
-    backend = one_of("backend", config.backend, BACKENDS)
+    backend = one_of("--backend", config.backend, BACKENDS)
     if device == "cpu" or (device == "auto" and backend in HOST_BACKENDS):
         reason = "as configured" if device == "cpu" else f"backend {backend!r} is configured"
     elif not machine.gpus:
@@ -238,9 +239,9 @@ def _why_not_gpu(config: EngineConfig, machine: Machine, support: GpuSupport) ->
     else:
         if backend == "cpu":
             raise ConfigError(
-                "backend is 'cpu', but --device is cuda",
+                "--backend is cpu, but --device is cuda",
                 hint="leave one of them out",
-                param="backend",
+                param="--backend",
             )
         return None
     asked = {
@@ -248,14 +249,14 @@ def _why_not_gpu(config: EngineConfig, machine: Machine, support: GpuSupport) ->
         "--experts": config.experts in ("gpu", "stream", "hybrid"),
         "--vram-budget": config.vram_budget_nbytes is not None,
         "--dense-format": config.dense_format is not None,
-        "backend": backend == "triton",
+        "--backend": backend == "triton",
     }
     values = {
         "--device": device,
         "--experts": config.experts,
-        "--vram-budget": f"{config.vram_budget_nbytes} bytes",
+        "--vram-budget": megabytes(config.vram_budget_nbytes or 0),
         "--dense-format": config.dense_format,
-        "backend": backend,
+        "--backend": backend,
     }
     for flag, wanted in asked.items():
         if wanted:
@@ -291,9 +292,9 @@ def _backend(config: EngineConfig, missing_kernels: str | None, chosen: Chosen) 
     forced = config.backend
     if forced == "cpu" and missing_kernels is not None:
         raise ConfigError(
-            f"backend is 'cpu', but {missing_kernels}",
+            f"--backend is cpu, but {missing_kernels}",
             hint="install with a C++20 compiler at hand, or leave it out",
-            param="backend",
+            param="--backend",
         )
     if forced is not None:
         chosen("backend", forced, "as configured")

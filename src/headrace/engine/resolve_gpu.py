@@ -42,7 +42,7 @@ from headrace.experts.model_layout import ExpertKind, model_layouts, widest
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.slab import SlabLayout
 from headrace.machine.probe import GpuInfo, Machine
-from headrace.machine.threads import choose_threads
+from headrace.machine.threads import choose_threads, cpus_apart
 
 # Tokens of a step: enough rows for the tensor cores to be busy (an H200 multiplies 2,048 rows in about
 # the time that it takes to read the weights of 400), and experts that are streamed in for a chunk serve
@@ -176,6 +176,7 @@ def resolve_on_gpu(
         expert_ram_nbytes=max(0, plan.headroom_nbytes + plan.weights_nbytes),
         pin_budget_nbytes=config.pin_budget_nbytes,
         expert_disk=config.expert_disk,
+        expert_cpus=cpus_apart(machine.cpu, threads.threads),
     )
 
 

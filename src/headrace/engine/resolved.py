@@ -32,7 +32,8 @@ class Resolved:
     converted to at load, None to leave them as stored. experts: "gpu" (all in GPU memory), "hybrid",
     "stream" or "cpu". slots: experts lie in slots of the expert cache, in ``vram.experts_nbytes``
     bytes; else they are part of the model. plan: host memory; vram: GPU memory. expert_ram_nbytes: host
-    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. kv_pool:
+    memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. expert_cpus:
+    one for each thread of the CPU's experts, None: where the system puts them. kv_pool:
     what is allocated, on a GPU with the padding's block; kv_rank: residual scalars per token; kv_key:
     what cached prefixes depend on beside their tokens.
     """
@@ -60,6 +61,7 @@ class Resolved:
     expert_ram_nbytes: int = 0
     pin_budget_nbytes: int | None = None
     expert_disk: str | None = None
+    expert_cpus: tuple[int, ...] | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -69,3 +71,23 @@ class Resolved:
     def kv_nbytes(self) -> int:
         """Bytes of the KV pool, wherever it is."""
         return self.plan.kv_nbytes if self.vram is None else self.vram.kv_nbytes
+
+    @property
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Planned bytes by memory ("host", "gpu") and purpose, without what is reserved for others.
+
+        "weights" of a host beside a GPU are the experts that are kept there.
+        """
+        plan, vram = self.plan, self.vram
+        host = {"weights": plan.weights_nbytes, "kv": plan.kv_nbytes}
+        found = {"host": {**host, "workspace": plan.workspace_nbytes}}
+        if vram is not None:
+            found["gpu"] = {
+                "weights": vram.weights_nbytes,
+                "experts": vram.experts_nbytes,
+                "kv": vram.kv_nbytes,
+                "workspace": vram.workspace_nbytes,
+                "graphs": vram.graphs_nbytes,
+                "context": vram.context_nbytes,
+            }
+        return found

@@ -257,11 +257,14 @@ class HybridExecutor:
         found = self.paths.counts()
         if self.service is None:
             return found
-        now, past = self.service.stats(), self._past
+        all_of_them = self._past + self.service.stats()
         return replace(
             found,
-            cpu_nbytes=found.cpu_nbytes + past.nbytes + now.nbytes,
-            compute_s=found.compute_s + past.busy_s + now.busy_s,
+            cpu_nbytes=found.cpu_nbytes + all_of_them.nbytes,
+            compute_s=found.compute_s + all_of_them.busy_s,
+            cpu_requests=all_of_them.requests,
+            cpu_square_nbytes=all_of_them.square_nbytes,
+            cpu_nbytes_s=all_of_them.nbytes_s,
         )
 
     def prompt_slices(self) -> PromptSlices:
@@ -328,13 +331,7 @@ class HybridExecutor:
                 f"experts on the CPU: {error.message}", hint="restart the server"
             ) from error
         self.device.synchronize()
-        done, past = self.service.stats(), self._past
-        self._past = ServiceStats(
-            past.requests + done.requests,
-            past.refused + done.refused,
-            past.nbytes + done.nbytes,
-            past.busy_s + done.busy_s,
-        )
+        self._past += self.service.stats()
         self._start_service()
         self._failed = False
         self.num_restarts += 1

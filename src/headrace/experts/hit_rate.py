@@ -78,6 +78,8 @@ DEMO_MIXTURE = RoutingStatistics(0.82, 0.25, 0.058, 0.10, "demo mixture `small`,
 # One published point, 31.5% of look-ups under LRU with 15.2% resident, fixes one number; the gain is
 # that of generated routing with the same hit rate (benchmarks/routing/generator.py).
 GPT_OSS_120B = RoutingStatistics(0.63, 0.0, 1.0, 0.20, "published hit rate of gpt-oss-120b")
+# What a router is taken to be where nothing tells: by the engine when it places experts, and by plans.
+EXPECTED = GPT_OSS_120B
 
 
 def remembered_tokens(residency: float, chance: float, statistics: RoutingStatistics) -> float:
@@ -105,7 +107,7 @@ def predict_hit_rate(
     top_k: int,
     residency: float,
     policy: PolicyName = "value",
-    statistics: RoutingStatistics = DEMO_MIXTURE,
+    statistics: RoutingStatistics = EXPECTED,
 ) -> float:
     """The share of look-ups that hit, once the cache is warm; batch 1.
 
@@ -139,7 +141,7 @@ def residency_for(
     num_experts: int,
     top_k: int,
     policy: PolicyName = "value",
-    statistics: RoutingStatistics = DEMO_MIXTURE,
+    statistics: RoutingStatistics = EXPECTED,
 ) -> float:
     """The smallest residency predicted to reach this hit rate, to 0.0001."""
     low, high = 0.0, 1.0

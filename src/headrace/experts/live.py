@@ -18,7 +18,7 @@ from headrace.experts.hit_rate import predict_hit_rate
 from headrace.experts.paths import ExpertCounts
 from headrace.experts.promoter import Promoter
 from headrace.experts.promotion import idle_nbytes
-from headrace.experts.rates import LayerTimes, RateTracker
+from headrace.experts.rates import LayerTimes, RateTracker, RequestSums
 from headrace.experts.step_record import ExpertStep
 
 # Steps between two looks at whether the split should change. A changed machine shows after five samples
@@ -93,6 +93,13 @@ class LiveExperts:
                 grown.fetch_s + base.fetch_latency_s if grown.fetched else 0.0,
                 grown.cpu_nbytes,
                 grown.compute_s + base.cpu_latency_s if grown.cpu_nbytes else 0.0,
+                RequestSums(
+                    grown.cpu_requests,
+                    grown.cpu_nbytes,
+                    grown.compute_s,
+                    grown.cpu_square_nbytes,
+                    grown.cpu_nbytes_s,
+                ),
             )
         )
         if not grown.fetched:

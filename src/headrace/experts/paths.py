@@ -50,6 +50,7 @@ class ExpertCounts:
     layers: plans made, one for each layer and step
     fetch_s: seconds in which PCIe was busy with ``fetched``
     cpu_nbytes, compute_s: what the CPU has read and how long it was busy, prompts' part included
+    cpu_requests, cpu_square_nbytes, cpu_nbytes_s: see ``ops.expert_records.ServiceStats``; 0 without one
     prefetched_nbytes, prefetch_s: what was sent before a plan, and PCIe's seconds for it; rounded up to
         chunks
     ahead_nbytes: those of ``fetched`` that had arrived so
@@ -69,6 +70,9 @@ class ExpertCounts:
     prefetched_nbytes: int = 0
     ahead_nbytes: int = 0
     prefetch_s: float = 0.0
+    cpu_requests: int = 0
+    cpu_square_nbytes: float = 0.0
+    cpu_nbytes_s: float = 0.0
 
     @property
     def looked_up(self) -> int:

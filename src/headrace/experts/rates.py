@@ -8,6 +8,10 @@ A path that the split stopped using gives no samples, so a low estimate could ne
 estimate therefore returns towards the profile's rate while no sample comes; the split tries the path
 again, and samples decide. (Promotion uses PCIe's idle time, so PCIe is rarely without samples.)
 
+What a request to the CPU takes beside its bytes (to plan, to quantise, to wait for each other; some 10 to
+20 us of 300) is estimated apart, from how the times of a step's requests depend on their sizes: taken for a
+part of the rate, it would make the CPU look slow where layers miss little, and fast where they miss much.
+
 Without a profile the first estimates are quick probes, which are taken in a hurry and alone; the first
 full window of samples replaces them outright.
 
@@ -92,14 +96,67 @@ class RateEstimate:
         self.gbps = home + (self.gbps - home) * 0.5 ** (1 / RETURN_HALF)
 
 
+# Requests of a step whose sizes vary by less (standard deviation over mean) say nothing about what does not
+# depend on the size; and the line through two points is only noise.
+LEAST_VARIATION = 0.1
+LEAST_REQUESTS = 4
+# Of a step's mean time of a request, what is not bytes is at most this share: more is noise, too.
+MOST_FIXED = 0.5
+
+
+@dataclass(frozen=True)
+class RequestSums:
+    """Sums over a step's requests to one path: how many, their bytes and seconds, and products of these."""
+
+    count: int = 0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    square_nbytes: float = 0.0
+    nbytes_s: float = 0.0
+
+    @property
+    def fixed_s(self) -> float | None:
+        """Seconds at no bytes of the least-squares line; None if the requests do not show it."""
+        n = self.count
+        if n < LEAST_REQUESTS:
+            return None
+        spread = n * self.square_nbytes - self.nbytes**2  # n^2 times the variance
+        if spread <= (LEAST_VARIATION * self.nbytes) ** 2:
+            return None
+        slope = (n * self.nbytes_s - self.nbytes * self.seconds) / spread
+        mean_s = self.seconds / n
+        return min(max(mean_s - slope * self.nbytes / n, 0.0), MOST_FIXED * mean_s)
+
+
+class FixedCost:
+    """Seconds of a request that its bytes do not explain. A step's requests in, seconds out."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._window: deque[float] = deque(maxlen=WINDOW)
+
+    def observe(self, requests: RequestSums) -> None:
+        """Take in a step; one without a line changes nothing."""
+        found = requests.fixed_s
+        if found is None:
+            return
+        self._window.append(found)
+        if len(self._window) > WINDOW // 2:
+            self.seconds += GAIN * (median(self._window) - self.seconds)
+
+
 @dataclass(frozen=True)
 class LayerTimes:
-    """What one layer (or one step, added up) did on both paths. Nothing fetched: 0 and 0.0."""
+    """What one layer (or one step, added up) did on both paths. Nothing fetched: 0 and 0.0.
+
+    requests: those that the CPU computed, if they are known one by one.
+    """
 
     fetched_nbytes: int = 0
     fetch_s: float = 0.0
     computed_nbytes: int = 0
     compute_s: float = 0.0
+    requests: RequestSums = RequestSums()
 
 
 class _Path:
@@ -146,13 +203,16 @@ class RateTracker:
             estimate(rates.pcie_gbps, fetch_s), estimate(rates.pcie_alone_gbps, fetch_s)
         )
         self._cpu = _Path(estimate(rates.cpu_gbps, cpu_s), estimate(rates.cpu_alone_gbps, cpu_s))
+        self._fixed = FixedCost()
         self._tabled: PathRates | None = None
 
     def observe(self, times: LayerTimes) -> None:
         """Take in one layer's or step's measurements; a path without work rests."""
         fetched, computed = times.fetched_nbytes, times.computed_nbytes
         self._pcie.observe(fetched, times.fetch_s, other_busy=computed > 0)
-        self._cpu.observe(computed, times.compute_s, other_busy=fetched > 0)
+        self._fixed.observe(times.requests)
+        compute_s = times.compute_s - times.requests.count * self._fixed.seconds
+        self._cpu.observe(computed, compute_s, other_busy=fetched > 0)
 
     @property
     def rates(self) -> PathRates:
@@ -162,6 +222,7 @@ class RateTracker:
             self.base,
             pcie_gbps=0.0 if pcie.together is None else pcie.together.gbps,
             cpu_gbps=0.0 if cpu.together is None else cpu.together.gbps,
+            cpu_latency_s=self.base.cpu_latency_s + self._fixed.seconds,
             pcie_alone_gbps=None if pcie.alone is None else pcie.alone.gbps,
             cpu_alone_gbps=None if cpu.alone is None else cpu.alone.gbps,
         )

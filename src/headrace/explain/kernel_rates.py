@@ -8,11 +8,14 @@ Rates of a ``MachineProfile``, beside the hardware's; CLASS is the id with under
 
 - ``kernel_one_CLASS`` (GB/s of stored weights at one row), ``kernel_many_CLASS`` (GFLOP/s at many): its
   operations with matrices of the model's shapes and formats, wakes of the threads included
+- ``call_CLASS`` (s): one of a class that reads little, at one row: a norm, a rotation, a write into the
+  cache, the embedding
 - ``kernel_attention_decode`` (GB/s of the cache) and ``attention_call`` (s, of each layer beside that),
   ``kernel_attention_prefill`` (GFLOP/s)
-- ``kernel_rows`` (GFLOP/s of norms, rotations and the like), ``kernel_sampler`` (GB/s of logits)
-- ``op_call``, ``step_host``, ``token_host`` (s): of a call from Python; of the host for each step; for each
-  sequence in it
+- ``kernel_rows`` (GFLOP/s of a prompt's norms, rotations and the like), ``kernel_sampler`` (GB/s of logits)
+- ``layer_calls`` (s): what calling a decoding layer from Python takes, beside its kernels; ``op_call``: one
+  operation, of a prompt's part, where each is called by itself
+- ``step_host``, ``token_host`` (s): of the host for each step; for each sequence in it
 
 A GPU's are ``gpu_kernel_rates``'s.
 """
@@ -36,10 +39,9 @@ from headrace.explain.running_cost import (
 )
 from headrace.machine.profile import MachineProfile
 
-# Calls from Python of a layer: with its halves fused, and one by one (layers/attention.py, dense.py).
-FUSED_CALLS, SINGLE_CALLS = 2, 10
-MIXTURE_CALLS = 4  # norm, router, choice, experts
-OTHER_CALLS = 3  # embedding, last norm, head
+# Calls from Python of a prompt's part: of a layer (layers/attention.py, dense.py); embedding, norm and head.
+LAYER_CALLS, OTHER_CALLS = 10, 3
+_ROWS = (leaf.EMBED, leaf.RMSNORM, leaf.ROPE, leaf.KV_APPEND)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def predict(
             classes[leaf.EXPERTS_CPU] = experts.cpu_s
     else:
         classes = {name: _class_seconds(name, one, rows, machine) for name, one in costs.items()}
-        classes[leaf.LAUNCHES] = _calls(model, rows) * rate_of(machine, "op_call")
+        classes[leaf.LAUNCHES] = _calls(model, rows, machine)
     classes[leaf.SCHEDULE] = rate_of(machine, "step_host")
     if model.gpu:
         blocks = sum(-(-(new + cached) // model.block_tokens) for new, cached in rows.sequences)
@@ -107,13 +109,12 @@ def predict(
     return Predicted(classes)
 
 
-def _calls(model: RunningModel, rows: StepRows) -> int:
+def _calls(model: RunningModel, rows: StepRows, machine: MachineProfile) -> float:
+    """Seconds of calling a step's operations from Python."""
     layers = model.spec.num_layers
-    mixtures = sum(layer.moe for layer in model.spec.layers)
-    if not rows.decode:
-        return SINGLE_CALLS * layers + OTHER_CALLS
-    dense = layers - mixtures
-    return dense * FUSED_CALLS + mixtures * (1 + MIXTURE_CALLS) + OTHER_CALLS
+    if rows.decode:
+        return layers * rate_of(machine, "layer_calls")
+    return (LAYER_CALLS * layers + OTHER_CALLS) * rate_of(machine, "op_call")
 
 
 def _class_seconds(name: str, one: ClassWork, rows: StepRows, machine: MachineProfile) -> float:
@@ -132,4 +133,6 @@ def _class_seconds(name: str, one: ClassWork, rows: StepRows, machine: MachinePr
         return flops / rate_of(machine, "kernel_attention_prefill")
     if name == leaf.SAMPLING:
         return one.work.dram_nbytes / rate_of(machine, "kernel_sampler")
+    if rows.decode and name in _ROWS:
+        return one.calls * rows.tokens * rate_of(machine, f"call_{rate_name(name)}")
     return flops / rate_of(machine, "kernel_rows")

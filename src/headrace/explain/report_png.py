@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.explain.report import ExplainReport
+from headrace.explain.report import ABOVE_ROOF, ExplainReport
+from headrace.explain.report_text import LETTERS
 
 
 def require_matplotlib() -> None:
@@ -26,7 +27,7 @@ def require_matplotlib() -> None:
 
 
 def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> None:
-    """Draw every class that computes where it was measured, under the machine's roof.
+    """Draw every class that computes where it was measured, by the table's letter, under the machine's roof.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -38,24 +39,32 @@ def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> 
     plt: Any = importlib.import_module("matplotlib.pyplot")
     figure, axes = plt.subplots(figsize=(8, 5))
     points = [
-        (row.id, row.intensity, row.flops / row.measured_s)
-        for row in report.rows
+        (letter, row.id, row.intensity, row.flops / row.measured_s)
+        for letter, row in zip(LETTERS, report.rows)
         if row.intensity is not None and row.flops and row.measured_s
     ]
     ridge = peak / memory
-    left = min([0.1 * ridge, *(p[1] for p in points)])
-    right = max([10 * ridge, *(p[1] for p in points)])
+    left = min([0.1 * ridge, *(p[2] for p in points)])
+    right = max([10 * ridge, *(p[2] for p in points)])
     axes.plot([left, ridge, right], [memory * left, peak, peak], color="black")
-    for name, intensity, rate in points:
-        axes.scatter([intensity], [rate], s=30)
+    for i, (letter, name, intensity, rate) in enumerate(points):
+        # letters as in the table: names of classes that lie close together would cover each other
+        axes.scatter([intensity], [rate], s=30, label=f"{letter}  {name}")
+        away = (5, 3) if i % 2 else (-11, -9)
         axes.annotate(
-            name, (intensity, rate), fontsize=8, xytext=(5, -3), textcoords="offset points"
+            letter, (intensity, rate), fontsize=9, xytext=away, textcoords="offset points"
         )
+    if points:
+        axes.legend(fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False)
+    axes.grid(alpha=0.3)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs a byte")
     axes.set_ylabel("FLOP/s")
-    axes.set_title(f"{report.model} on {report.machine}: {report.phase}")
+    title = f"{report.model} on {report.machine}: {report.phase}"
+    if any(rate > min(peak, memory * at) / ABOVE_ROOF for *_, at, rate in points):
+        title += "\nabove the roof, which is main memory's: read from caches"
+    axes.set_title(title)
     try:
         figure.savefig(path, dpi=120, bbox_inches="tight")
     finally:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from string import ascii_letters
 
-from headrace.explain.report import ClassRow, ExplainReport
+from headrace.explain.report import ABOVE_ROOF, ClassRow, ExplainReport
 from headrace.explain.units_text import amount, figures, seconds
 
 PLOT_WIDTH, PLOT_HEIGHT = 64, 14
-# Letters of the classes in the picture, in the order of the table.
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+# Letters of the classes in the picture, in the order of the table: more than a step has classes.
+LETTERS = ascii_letters
 
 
 def table(report: ExplainReport) -> list[str]:
@@ -112,4 +113,9 @@ def roofline(report: ExplainReport, peak: float, memory: float) -> list[str]:
     lines.append(
         f"{'':>10}{figures(left, 2):<{PLOT_WIDTH - 12}}{figures(right, 2):>12} FLOPs a byte"
     )
+    above = [x for x, i, rate in found if rate > min(peak, memory * i) / ABOVE_ROOF]
+    if above:
+        lines.append(
+            f"Above the roof, which is main memory's: {', '.join(above)}. Caches are faster."
+        )
     return lines

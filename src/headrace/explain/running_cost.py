@@ -110,6 +110,13 @@ def running_cost(model: RunningModel, rows: StepRows) -> dict[str, ClassWork]:
     }
 
 
+def attention_cost(model: RunningModel, rows: StepRows) -> tuple[str, ClassWork]:
+    """The one class whose work grows with the cache, by id."""
+    ident = leaf.ATTENTION_DECODE if rows.decode else leaf.ATTENTION_PREFILL
+    work = _Counting(model, rows).attention()
+    return ident, ClassWork(model.spec.num_layers, work if model.gpu else on_cpu(work))
+
+
 @dataclass(frozen=True)
 class _Counting:
     model: RunningModel

@@ -60,6 +60,8 @@ class Placement:
     hit_rate: of the experts that the step uses, how many lie in VRAM
     fetch_share: of the others, how many travel over the link; the CPU computes the rest
     disk_share: of the others, how many have to be read from the disk first
+    routed: a prompt's chunk takes only the experts that were routed, hits, fetches and the CPU's beside
+        each other as in decoding; else all that miss travel, layer after layer
     """
 
     gpu: bool = True
@@ -68,6 +70,7 @@ class Placement:
     hit_rate: float = 1.0
     fetch_share: float = 0.0
     disk_share: float = 0.0
+    routed: bool = False
     kv_format: str = "bf16"
 
 

@@ -8,8 +8,9 @@ are the slowest they count as if there were no misses: what a few misses take of
 and waiting for them puts on it, and so more VRAM never makes a prediction slower. What is on the disk is
 read before anything else can be done with it.
 
-Prefill: the next layer's experts travel while this one computes, so the step lasts as long as the
-slower of link and GPU, plus one layer's share of the other: the first fetch or the last layer's work.
+Prefill of a chunk that streams: the next layer's experts travel while this one computes, so the step
+lasts as long as the slower of link and GPU, plus one layer's share of the other: the first fetch or the
+last layer's work. A chunk that takes only what was routed goes like a decode step.
 """
 
 from __future__ import annotations
@@ -34,12 +35,27 @@ class PricedLeaf:
     """A leaf and its price; ``exposed_s`` is its part of the step, 0 for what others hide.
 
     ``bound`` is the price's own, or "dram" where fetches and the CPU share the memory channels.
+    ``disk_first``: what is on the disk was read before the rest could begin.
     """
 
     leaf: Leaf
     priced: Priced
     exposed_s: float
     bound: str
+    disk_first: bool = False
+
+    def waits(self) -> dict[str, float]:
+        """``exposed_s`` by what is waited for: the disk apart, where it comes first."""
+        disk = self.priced.seconds.get("disk", 0.0)
+        if not self.disk_first or not disk:
+            return {self.bound: self.exposed_s}
+        others = {n: s for n, s in self.priced.seconds.items() if n not in (*SERIAL, "disk") and s}
+        share = disk / _with_disk(self.priced)
+        found = {"disk": self.exposed_s * share}
+        if others:
+            rest = self.bound if self.bound in others else max(others, key=lambda n: others[n])
+            found[rest] = self.exposed_s * (1 - share)
+        return found
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,8 @@ class StepTime:
         found: dict[str, float] = {}
         for one in self.leaves:
             if one.exposed_s > 0:
-                found[one.bound] = found.get(one.bound, 0.0) + one.exposed_s
+                for name, seconds in one.waits().items():
+                    found[name] = found.get(name, 0.0) + seconds
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
@@ -81,7 +98,7 @@ def step_time(
     leaves = [*step_leaves(spec, shape, placement), *_launches(spec, placement, engine)]
     machine = _in_a_graph(machine)
     priced = [(one, price(one.work, machine, engine.efficiency(one, machine))) for one in leaves]
-    if shape.phase == "prefill":
+    if shape.phase == "prefill" and not placement.routed:
         return _prefill(priced, max(1, spec.moe_layers))
     return _decode(priced, engine, placement.hit_rate)
 
@@ -138,7 +155,7 @@ def _decode(
             longer = whole if slowest == "hits" else stretch
             exposed = _with_disk(p) * longer if one.path in beside[slowest] else 0.0
         shared = channels and not ordered and one.path in both
-        found.append(PricedLeaf(one, p, exposed, "dram" if shared else p.bound))
+        found.append(PricedLeaf(one, p, exposed, "dram" if shared else p.bound, not ordered))
     return StepTime(sum(one.exposed_s for one in found), tuple(found))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.machine.cgroup import Cgroup, read_cgroup
+from headrace.machine.reserved_cpus import process_cpus
 
 # Instruction sets that kernels here care about, as Linux names them: x86 first, then Arm.
 ISA_FLAGS = (
@@ -216,11 +216,12 @@ def _model_elsewhere() -> tuple[str, tuple[str, ...]]:
 
 
 def current_affinity(cpus: Sequence[LogicalCpu]) -> tuple[int, ...]:
-    """Ids of the CPUs that this process may run on; all of them where the system has no masks."""
-    getter: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    if getter is None:
-        return tuple(c.id for c in cpus)
-    return tuple(sorted(getter(0)))
+    """Ids of the CPUs that this process may run on; all of them where the system has no masks.
+
+    CPUs that threads of its own have reserved are among them.
+    """
+    mask = process_cpus()
+    return tuple(c.id for c in cpus) if mask is None else tuple(sorted(mask))
 
 
 def read_cpu(root: Path, affinity: Sequence[int] | None, quota_cpus: float | None) -> CpuInfo:

@@ -85,7 +85,7 @@ def choose_threads(
         raise ConfigError(
             f"--threads is {requested}; it must be at least 1",
             hint="leave it out to let Headrace choose",
-            param="threads",
+            param="--threads",
         )
     if requested > threads:
         warnings = (
@@ -95,6 +95,25 @@ def choose_threads(
         )
     cpus = _with_siblings(cpu, chosen)[:requested]
     return ThreadChoice(requested, cpus, f"--threads {requested}", warnings)
+
+
+# Threads that leave more than half of the CPUs free are not pinned: the system finds them a free CPU better
+# than a list that another program may have chosen too.
+MOST_LEFT_FREE = 0.5
+
+
+def cpus_apart(cpu: CpuInfo, threads: int) -> tuple[int, ...] | None:
+    """A CPU for each of ``threads`` pinned threads that leave at least one to the rest of the process.
+
+    The first allowed CPU is left over, since systems handle interrupts there; of the others, one of each
+    core comes first. None where threads are better placed by the system: they need all CPUs, or few of
+    them, or a quota shares these CPUs with other programs.
+    """
+    order = _with_siblings(cpu, one_cpu_per_core(cpu, performance_only=True))
+    few = threads < (1 - MOST_LEFT_FREE) * len(order)
+    if cpu.quota_cpus is not None or few or not 0 < threads < len(order):
+        return None
+    return order[1 : threads + 1]
 
 
 # Two counts whose rates differ by less are taken as equal: repeated measurements of one count on a

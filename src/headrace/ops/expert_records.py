@@ -147,16 +147,33 @@ class ServiceFault(IntEnum):
     DIE = 1
     HANG = 2
     FAIL = 3
+    LATE = 4  # wait until the others have answered
 
 
 @dataclass(frozen=True)
 class ServiceStats:
-    """Counted since the start. ``busy_s``: from seeing a request to its last row."""
+    """Counted since the start, sums over requests. ``busy_s``: from seeing a request to its last row.
+
+    square_nbytes, nbytes_s: of bytes squared, and of bytes times busy seconds: with them what a request
+    takes beside its bytes can be told from what its bytes take.
+    """
 
     requests: int
     refused: int
     nbytes: int  # of slices that were computed
     busy_s: float
+    square_nbytes: float = 0.0
+    nbytes_s: float = 0.0
+
+    def __add__(self, other: ServiceStats) -> ServiceStats:
+        return ServiceStats(
+            self.requests + other.requests,
+            self.refused + other.refused,
+            self.nbytes + other.nbytes,
+            self.busy_s + other.busy_s,
+            self.square_nbytes + other.square_nbytes,
+            self.nbytes_s + other.nbytes_s,
+        )
 
 
 @dataclass(frozen=True)

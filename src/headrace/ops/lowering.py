@@ -86,6 +86,12 @@ def lower(name: str, arch: str, **constants: Any) -> Lowered:
             f"--arch is {arch!r}; supported: {', '.join(ARCHITECTURES)}", param="--arch"
         )
     example = examples[name]
+    if example.only not in (None, arch):
+        raise ConfigError(
+            f"kernel {name} is written for {example.only} alone, --arch is {arch}",
+            hint=f"--arch {example.only}",
+            param="--arch",
+        )
     launch = {"num_warps": example.num_warps, "num_stages": example.num_stages}
     launch |= {k: constants.pop(k) for k in _LAUNCH if k in constants}
     example = replace(example, constants={**example.constants, **constants})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from headrace.core.request import OutputDelta
-from headrace.core.status import EngineSnapshot
+from headrace.core.status import EngineInfo, EngineSnapshot
 from headrace.server.client import EngineState, Phase
 from headrace.server.expert_metrics import ExpertMetrics, advance
 
@@ -65,6 +65,12 @@ class Metrics:
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
         )
+        self._memory = Gauge(
+            "headrace_memory_bytes",
+            "Bytes that the engine has planned for and holds, by memory (host, gpu) and purpose.",
+            ["memory", "purpose"],
+            registry=self.registry,
+        )
         self._experts = ExpertMetrics(self.registry)
         self._gap = Histogram(
             "headrace_inter_token_seconds",
@@ -92,8 +98,10 @@ class Metrics:
 
         return observe
 
-    def render(self, snapshot: EngineSnapshot, state: EngineState) -> bytes:
-        """Return the text of ``/metrics`` after taking in ``snapshot``."""
+    def render(
+        self, snapshot: EngineSnapshot, state: EngineState, info: EngineInfo | None = None
+    ) -> bytes:
+        """Return the text of ``/metrics`` after taking in ``snapshot``; ``info`` once it is there."""
         for name, counter in self._counters.items():
             advance(counter, name, getattr(self._last, name), getattr(snapshot, name))
         for reason, total in snapshot.requests_finished.items():
@@ -103,6 +111,10 @@ class Metrics:
         for name, gauge in self._gauges.items():
             # A dead engine runs nothing, whatever its last message said.
             gauge.set(getattr(snapshot, name) if alive else 0)
+        if info is not None:
+            for memory, purposes in info.memory.items():
+                for purpose, nbytes in purposes.items():
+                    self._memory.labels(memory, purpose).set(nbytes if alive else 0)
         self._experts.take(snapshot.experts, alive=alive)
         self._ready.set(1 if alive else 0)
         self._last = snapshot

@@ -43,7 +43,9 @@ def status_router(services: Services) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        text = services.metrics.render(services.client.snapshot, services.client.state)
+        text = services.metrics.render(
+            services.client.snapshot, services.client.state, services.client.info
+        )
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

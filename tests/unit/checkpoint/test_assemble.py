@@ -275,7 +275,7 @@ def test_modelopt_without_a_configuration_of_its_own(tmp_path: Path) -> None:
     check(checkpoint, made.weights)
 
 
-def test_scales_of_the_kv_cache_are_known_and_unused(tmp_path: Path) -> None:
+def test_b109_scales_of_the_kv_cache_are_known_and_unused(tmp_path: Path) -> None:
     made = toy.write_qwen3_moe(tmp_path / "nv", "nvfp4_modelopt")
     attention = "model.layers.0.self_attn."
     extra = {attention + "k_proj.k_scale": vector(), attention + "v_scale": vector()}

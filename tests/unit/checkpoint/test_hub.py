@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from headrace.checkpoint.hub import HubReference, choose_files, parse_reference
 from headrace.checkpoint.hub_cache import cache_folder
 from headrace.checkpoint.open import open_checkpoint, resolve_ref
+from headrace.cli.plan_source import read_model
 from headrace.core.errors import MachineError, ModelNotFoundError
 from tests.fixtures import toy
 from tests.fixtures.gguf_bytes import tiny_llama
@@ -278,3 +280,21 @@ def test_the_cache_folder_follows_the_librarys_variables(tmp_path: Path) -> None
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
     assert cache_folder({"HF_HOME": "/h", "XDG_CACHE_HOME": "/x"}) == Path("/h/hub")
     assert cache_folder({"HF_HUB_CACHE": "/c", "HF_HOME": "/h"}) == Path("/c")
+
+
+def test_a_plan_downloads_the_configuration_alone(hub: FakeHub) -> None:
+    spec = read_model("org/toy")
+    assert hub.downloaded == ["config.json"]
+    assert spec.name == "toy"
+    assert spec.num_experts == json.loads(hub.repos["org/toy"]["config.json"])["num_experts"]
+    hub.download_fails = OfflineModeIsEnabled("offline")
+    assert read_model("org/toy") == spec  # from the cache
+    with pytest.raises(MachineError, match="HF_HUB_OFFLINE"):
+        read_model("org/quants")
+    assert read_model("openai/gpt-oss-20b").name == "gpt-oss-20b"  # bundled, without the hub
+
+
+def test_a_repository_without_a_configuration_cannot_be_planned(hub: FakeHub) -> None:
+    hub.repos["org/single"]["hf_quant_config.json"] = b"{}"
+    with pytest.raises(ModelNotFoundError, match="has no config"):
+        read_model("org/single")

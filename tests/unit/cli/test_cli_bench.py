@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,25 @@ def test_every_rate_of_a_profile_is_in_the_table_or_the_picture() -> None:
     drawn = sum(len(points) for points in bench_report.curves(PROFILE).values())
     alone = [name for name in PROFILE.rates if not name.endswith("_overlapped")]
     assert shown + drawn == len(alone)
+
+
+def test_a_rate_without_words_is_shown_by_its_name() -> None:
+    rates = {
+        "graph_read": Rate(2.8e-6, "s", "alone", "test"),
+        "something_new": Rate(7.0, "GB/s", "alone", "test"),
+        "something_new_overlapped": Rate(5.0, "GB/s", "overlapped", "test"),
+    }
+    rows = bench_report.rows(replace(PROFILE, rates=rates), {})
+    assert rows == [
+        ("kernel in a graph that reads", "2.80 us", "", ""),
+        ("something_new", "7.0 GB/s", "5.0 GB/s", ""),
+    ]
+
+
+def test_a_machine_without_a_gpu_has_nothing_beside() -> None:
+    rates = {"dram_read_t1": Rate(8.0, "GB/s", "alone", "test")}
+    lines = list(bench_report.lines_of_plot(replace(PROFILE, rates=rates, gpu=None, link=None)))
+    assert "plain read loop, GB/s by threads" in lines
 
 
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> int:

@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from headrace.cli.demo import PROMPTS, RoutingLog, cache_rows, table
+from headrace.cli.demo import PROMPTS, cache_rows, table
 from headrace.cli.main import main
+from headrace.cli.routing_log import RoutingLog
 
 
 def test_routing_log_collects_steps_by_layer() -> None:

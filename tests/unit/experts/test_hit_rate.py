@@ -11,6 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.trace import RoutingTrace
 from headrace.experts.cache_policy import CacheShape, ValuePolicy
 from headrace.experts.hit_rate import (
+    DEMO_MIXTURE,
     GPT_OSS_120B,
     RoutingStatistics,
     predict_hit_rate,
@@ -29,7 +30,7 @@ def test_replays_of_held_out_text_agree(policy: str) -> None:
     that differ by 8 points from each other: each is met within 5 points, their mean within 2."""
     rows = json.loads((BENCHMARKS / "results" / "routing" / "policies.json").read_text())["rows"]
     for residency in (0.15, 0.25, 0.50):
-        predicted = predict_hit_rate(64, 4, residency, policy)  # type: ignore[arg-type]
+        predicted = predict_hit_rate(64, 4, residency, policy, DEMO_MIXTURE)  # type: ignore[arg-type]
         found = [
             r[policy]
             for r in rows

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from headrace.core.errors import ConfigError
@@ -13,8 +17,9 @@ from headrace.experts.rates import (
     Prior,
     RateEstimate,
     RateTracker,
+    RequestSums,
 )
-from headrace.experts.split import PathRates, best_fetch_count
+from headrace.experts.split import PathRates, best_fetch_count, cpu_seconds
 
 SLICE = 4_000_000
 
@@ -140,3 +145,60 @@ def test_a_path_that_is_not_there_stays_away() -> None:
     assert tracker.new_table(3) == (0, 0, 0, 0)
     with pytest.raises(ConfigError, match=r"0\.0 GB/s"):
         RateEstimate(Prior(0.0))
+
+
+def sums(nbytes: Sequence[float], seconds: Sequence[float]) -> RequestSums:
+    b, t = np.array(nbytes, np.float64), np.array(seconds, np.float64)
+    return RequestSums(len(b), b.sum(), t.sum(), (b * b).sum(), (b * t).sum())
+
+
+def step(rng: np.random.Generator, gbps: float, fixed_s: float, noise_s: float = 0.0) -> LayerTimes:
+    """A step of 18 layers on a CPU that reads at this rate after so many seconds."""
+    slices = rng.integers(2, 12, 18)
+    seconds = fixed_s + slices * SLICE / (gbps * 1e9) + rng.normal(0, noise_s, 18)
+    requests = sums(slices * SLICE, seconds)
+    nbytes = int(slices.sum()) * SLICE
+    return LayerTimes(*copy(50.0, nbytes), nbytes, requests.seconds, requests)
+
+
+def test_the_line_through_requests_is_found() -> None:
+    """Two sizes, 10 us and 4 MB at 80 GB/s: 60 us for one slice and 160 for three."""
+    line = sums([SLICE, 3 * SLICE] * 2, [60e-6, 160e-6] * 2)
+    assert line.fixed_s == pytest.approx(10e-6)
+    assert sums([SLICE, 3 * SLICE], [60e-6, 160e-6]).fixed_s is None, "two are only noise"
+    assert sums([SLICE] * 9, [60e-6] * 9).fixed_s is None, "of one size"
+    falling = sums([SLICE, 3 * SLICE] * 2, [160e-6, 60e-6] * 2)
+    assert falling.fixed_s == pytest.approx(55e-6), "at most half of the mean"
+    steep = sums([SLICE, 3 * SLICE] * 2, [10e-6, 160e-6] * 2)
+    assert steep.fixed_s == 0.0
+
+
+@pytest.mark.parametrize("fixed_us", [0.0, 8.0, 40.0])
+@pytest.mark.parametrize("gbps", [30.0, 85.0])
+def test_rate_and_fixed_cost_are_told_apart(gbps: float, fixed_us: float) -> None:
+    tracker = RateTracker(PathRates(50.0, 65.0, SLICE, cpu_latency_s=8e-6, cpu_alone_gbps=70.0))
+    rng = np.random.default_rng(3)
+    for at in range(200):
+        times = step(rng, gbps, fixed_us * 1e-6, noise_s=2e-6)
+        if at % 5 == 0:  # interrupted: 3 ms in one request
+            times = replace(times, compute_s=times.compute_s + 3e-3)
+        latency = tracker.base.cpu_latency_s  # as LiveExperts adds it
+        tracker.observe(replace(times, compute_s=times.compute_s + latency))
+    assert tracker.rates.cpu_gbps == pytest.approx(gbps, rel=0.01)
+    assert tracker.rates.cpu_latency_s == pytest.approx((8 + fixed_us) * 1e-6, abs=2e-6)
+    assert tracker.rates.cpu_alone_gbps == 70.0
+    # What the split expects of a layer is what the layer takes, whatever its size.
+    for slices in (1, 4, 16):
+        want = (8 + fixed_us) * 1e-6 + slices * SLICE / (gbps * 1e9)
+        assert cpu_seconds(slices, tracker.rates) == pytest.approx(want, rel=0.02)
+
+
+def test_requests_of_one_size_give_the_rate_as_before() -> None:
+    tracker = RateTracker(PathRates(50.0, 65.0, SLICE))
+    for _ in range(60):
+        nbytes, seconds = copy(40.0, 8 * SLICE)
+        tracker.observe(
+            LayerTimes(*copy(50.0), nbytes, seconds, sums([SLICE] * 8, [seconds / 8] * 8))
+        )
+    assert tracker.rates.cpu_gbps == pytest.approx(40.0, rel=0.01)
+    assert tracker.rates.cpu_latency_s == 0.0

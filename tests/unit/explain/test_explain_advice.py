@@ -98,21 +98,24 @@ def test_prediction_by_the_kernels_rates():
     assert found[leaf.DENSE_FFN] == pytest.approx(2 * 2 * 384 / 2e9)
     assert found[leaf.LM_HEAD] == pytest.approx(320 / 4e9)
     assert found[leaf.ATTENTION_DECODE] == pytest.approx(2e-6 + 384 / 1e9)
-    assert found[leaf.LAUNCHES] == pytest.approx((2 * 2 + 3) * 2e-6)
+    assert found[leaf.LAUNCHES] == pytest.approx(2 * 7e-6)
+    assert found[leaf.RMSNORM] == pytest.approx((2 * 2 + 1) * 1e-9)
+    assert found[leaf.ROPE] == pytest.approx(2 * 2e-9)
     assert found[leaf.SCHEDULE] == 5e-6
     assert found[leaf.SAMPLING] == pytest.approx(40 / 1e9)
     prefill = predict(model, StepRows(((3, 2),), 1), on).classes
     assert prefill[leaf.LAUNCHES] == pytest.approx((10 * 2 + 3) * 2e-6)
+    assert prefill[leaf.RMSNORM] == pytest.approx(5 * 3 * 8 * 4 / 1e12)
     assert prefill[leaf.ATTENTION_PREFILL] == pytest.approx(2 * 12 * 2 * 17 / 1e9)
 
 
 def test_prediction_names_the_rate_that_is_missing():
     bare = machine()
     assert predict(dense_model(), StepRows(((1, 1),), 1), machine(**KERNELS)).seconds > 0
-    with pytest.raises(MachineError, match="kernel_"):
-        predict(dense_model(), StepRows(((1, 1),), 1), bare)
-    with pytest.raises(MachineError, match="kernel_"):
+    with pytest.raises(MachineError, match="call_token_embedding"):
         predict(dense_model(), decode_rows(1, 5), bare)
+    with pytest.raises(MachineError, match="kernel_rows"):
+        predict(dense_model(), StepRows(((3, 2),), 1), bare)
 
 
 def test_kernels_of_a_graph_keep_their_starts():

@@ -73,3 +73,13 @@ def test_the_roof_bends_at_the_ridge():
     assert bend is not None
     assert dot is not None
     assert bend.groups() == dot.groups()
+
+
+def test_points_beyond_the_picture_look_different():
+    machine = load_catalogue().symbols.machines["h100"]
+    inside, beyond = Point("inside", 1.0, 1e12), Point("beyond", 1.0, 1e6)  # from 100 GFLOP/s on
+    svg = roofline_svg(machine, [inside, beyond])
+    assert [c == ' class="edge"' for c in re.findall(r'r="4"( class="edge")?>', svg)] == [
+        False,
+        True,
+    ]

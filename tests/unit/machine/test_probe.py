@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_other_systems_answer_what_they_can(
 ) -> None:
     """No proc, no sys, no affinity call: psutil's counts, and unknown where nobody knows."""
     monkeypatch.setattr(probe_module.platform, "system", lambda: system)
-    monkeypatch.delattr(probe_module.os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     machine = probe_machine(tmp_path)
     assert machine.cpu.num_cores >= 1
     assert machine.cpu.affinity == tuple(c.id for c in machine.cpu.cpus)

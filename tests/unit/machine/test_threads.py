@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.machine.probe import CpuInfo, probe_machine
-from headrace.machine.threads import best_threads, choose_threads, thread_candidates
+from headrace.machine.threads import best_threads, choose_threads, cpus_apart, thread_candidates
 from tests.fixtures.fake_host import FakeCore, smt_cores, write, write_topology
 
 
@@ -129,3 +129,29 @@ def test_the_profiles_count_replaces_the_topologys(tmp_path: Path) -> None:
     assert narrow.threads == 4
     assert "4 CPUs are allowed now" in narrow.reason
     assert choose_threads(cpu_of(tmp_path, range(16)), 3, measured=15).threads == 3
+
+
+def test_pinned_threads_leave_a_cpu_to_the_rest(tmp_path: Path) -> None:
+    write_topology(tmp_path, [FakeCore((i,)) for i in range(16)])
+    cpu = cpu_of(tmp_path, range(16))
+    assert cpus_apart(cpu, 15) == tuple(range(1, 16))
+    assert cpus_apart(cpu, 14) == tuple(range(1, 15))
+    assert cpus_apart(cpu, 8) == tuple(range(1, 9))
+    assert cpus_apart(cpu, 7) is None, "the system finds free CPUs better"
+    assert cpus_apart(cpu, 16) is None, "none would be left"
+    assert cpus_apart(cpu_of(tmp_path, (3, 9, 20)), 2) == (9, 20)
+    assert cpus_apart(cpu_of(tmp_path, (5,)), 1) is None
+
+
+def test_pinned_threads_take_a_cpu_of_each_core_first(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(4))  # CPU i and i + 4 share a core
+    cpu = cpu_of(tmp_path, range(8))
+    assert cpus_apart(cpu, 4) == (1, 2, 3, 4)
+    assert cpus_apart(cpu, 7) == tuple(range(1, 8))
+
+
+def test_threads_are_not_pinned_under_a_quota(tmp_path: Path) -> None:
+    write_topology(tmp_path, smt_cores(4))
+    write(tmp_path / "proc/self/cgroup", "0::/")
+    write(tmp_path / "sys/fs/cgroup/cpu.max", "600000 100000")
+    assert cpus_apart(cpu_of(tmp_path, range(8)), 6) is None

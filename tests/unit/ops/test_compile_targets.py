@@ -68,6 +68,17 @@ def test_prefill_gets_the_largest_products_of_each_architecture():
             assert all(p.startswith(kind) for p in products), (name, arch, products)
 
 
+def test_tiles_of_a_laid_out_past_are_multiplied_whole_on_hopper():
+    """The kernel in Gluon: 64 rows of a group of warps by 128 keys, scores and values alike."""
+    wanted = [(name, "sm_90", {}) for name in ("prefill_tiles_bf16", "prefill_tiles_sealed")]
+    plain, sealed = lowered(wanted)
+    product = "wgmma.mma_async.sync.aligned.m64n128k16.f32"
+    assert plain["products"] == [f"{product}.bf16.bf16"]
+    assert sealed["products"] == [f"{product}.bf16.bf16", f"{product}.f16.f16"]
+    for made in (plain, sealed):
+        assert made["shared"] <= SHARED_NBYTES["sm_90"], made
+
+
 def test_instructions_a_token_of_low_bit_decoding_on_hopper():
     """What binds there (docs/kernels.md): the prototype of swapped operands took 32 a token."""
     loops = [loop["total"] for loop in compiled()["decode_nvfp4k_fp8v", "sm_90"]["loops"]]

@@ -105,7 +105,7 @@ def kernels(tmp_path: Path):
     return build
 
 
-SHAPE = sealed_decode_cuda.Shape()
+SHAPE = sealed_decode_cuda.USUAL
 CASES = [
     # contexts, (heads, key heads), rank, window, shape
     ([30, 64, 65, 9 * 64 + 1], (8, 2), 4, None, SHAPE),
@@ -131,9 +131,8 @@ def test_source_computes_the_reference(
     wide = None if sinks is None else sinks.double()
     expected = DECODE(q.double(), case.cache, batch, 128**-0.5, window, wide)
     made = kernels(num_heads // kv_heads, rank, shape)
-    monkeypatch.setattr(sealed_decode_cuda, "SHAPE", [shape])
     monkeypatch.setattr(sealed_decode_cuda, "_kernels", lambda *key: made)
     monkeypatch.setattr(sealed_decode_cuda, "_num_multiprocessors", lambda device: 2)
-    found = sealed_decode_cuda.decode(q, case.cache, batch, 128**-0.5, window, sinks)
+    found = sealed_decode_cuda.decode(q, case.cache, batch, 128**-0.5, window, sinks, shape)
     error = (found.double() - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert float(error.max()) < 2e-3  # probabilities have 11 bits

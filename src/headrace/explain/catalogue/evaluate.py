@@ -79,10 +79,10 @@ def _check_settable(name: str, symbols: Symbols) -> None:
     if known is not None and known.settable:
         return
     if known is not None and known.formula is not None:
-        why = f"{name!r} is no symbol that can be set: it follows from others"
+        why = f"--set {name}: {name!r} is no symbol that can be set: it follows from others"
         hint = f"it is {known.formula}"
     else:
-        why = f"{name!r} is no symbol that can be set"
+        why = f"--set {name}: {name!r} is no symbol that can be set"
         free = [n for n, symbol in symbols.by_name.items() if symbol.settable]
         near = difflib.get_close_matches(name, free, n=3)
         hint = (f"did you mean {' or '.join(near)}? " if near else "") + (

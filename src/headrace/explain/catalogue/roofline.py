@@ -12,7 +12,7 @@ from headrace.explain.units_text import amount, figures
 from headrace.machine.profile import MachineProfile
 
 WIDTH, HEIGHT = 720, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 44
+LEFT, RIGHT, TOP, BOTTOM = 64, 32, 28, 44
 # FLOPs a byte that the picture spans: from a copy with a few operations to a long prompt's attention.
 LOWEST, HIGHEST = 0.1, 1e4
 
@@ -35,10 +35,13 @@ def roofs(machine: MachineProfile) -> tuple[float, float]:
 
 
 def roofline_svg(machine: MachineProfile, points: Sequence[Point]) -> str:
-    """The picture. Points outside the span stand at its edge."""
+    """The picture. Points outside the span stand at its edge, hollow."""
     peak, memory = roofs(machine)
     top, bottom = 10 ** math.ceil(math.log10(peak)), memory * LOWEST
     bottom = 10 ** math.floor(math.log10(bottom))
+
+    def outside(point: Point) -> bool:
+        return not (LOWEST <= point.intensity <= HIGHEST and bottom <= point.rate <= top)
 
     def x(intensity: float) -> float:
         share = math.log10(min(max(intensity, LOWEST), HIGHEST) / LOWEST) / math.log10(
@@ -68,14 +71,16 @@ def roofline_svg(machine: MachineProfile, points: Sequence[Point]) -> str:
         f'H{WIDTH - RIGHT}"/>'
     )
     for point in points:
+        edge = ' class="edge"' if outside(point) else ""
         dot = (
-            f'<circle cx="{x(point.intensity):.1f}" cy="{y(point.rate):.1f}" r="4">'
+            f'<circle cx="{x(point.intensity):.1f}" cy="{y(point.rate):.1f}" r="4"{edge}>'
             f"<title>{html.escape(point.name)}: {figures(point.intensity)} FLOPs a byte, "
             f"{amount(point.rate, 'FLOP/s')}</title></circle>"
         )
         parts.append(f'<a href="{html.escape(point.link)}">{dot}</a>' if point.link else dot)
     parts.append(
+        f'<text x="8" y="16">FLOP/s</text>'
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">FLOPs a byte; the ridge is at '
-        f"{figures(ridge)}</text></svg>"
+        f"{figures(ridge)}; hollow: beyond the picture</text></svg>"
     )
     return "".join(parts)

@@ -51,6 +51,7 @@ td.number{text-align:right}input,select{font:inherit;padding:.4rem}input{width:2
 svg{width:100%;height:auto;border:1px solid var(--line);border-radius:6px}
 svg text{font:12px system-ui,sans-serif;fill:currentColor}svg .grid{stroke:var(--line);fill:none}
 svg .roof{stroke:currentColor;stroke-width:2;fill:none}svg circle{fill:var(--accent);fill-opacity:.75}
+svg .edge{fill:none;stroke:var(--accent)}
 """
 
 SCRIPT = """

@@ -7,11 +7,13 @@ instruction set, for any number of threads, and for a token alone or among other
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from headrace.core.errors import ConfigError, InternalError, MachineError
+from headrace.machine.reserved_cpus import CpuReservation
 from headrace.ops.cpu import _native
 from headrace.ops.cpu.arguments import checked
 from headrace.ops.cpu.control import num_threads
@@ -125,6 +127,10 @@ class NativeExpertService:
     ) -> None:
         _check_block(layouts[0], block, fields)
         _check_options(options)
+        self.threads = options.threads
+        self._reservation = CpuReservation(options.cpus or ())
+        self._released = weakref.finalize(self, self._reservation.release)
+        self._released.atexit = False
         self._block = block
         self._abort = block[fields.abort : fields.abort + 4].view(torch.int32)
         self._native = _native.ExpertService(
@@ -147,7 +153,12 @@ class NativeExpertService:
         )
 
     def start(self) -> None:
-        """Start the threads; a request that is there already is answered. Once only."""
+        """Start the threads; a request that is there already is answered. Once only.
+
+        Threads with CPUs of their own (``ServiceOptions.cpus``) keep them until ``stop``: see
+        ``machine.reserved_cpus``.
+        """
+        self._reservation.take()
         self._native.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -156,7 +167,9 @@ class NativeExpertService:
         Raises:
             MachineError: a thread did not end in time. Its memory, the block among it, is kept for ever.
         """
-        if self._native.stop(timeout_s):
+        ended = self._native.stop(timeout_s)
+        self._released()
+        if ended:
             return
         _native.keep_forever(self._block)
         raise MachineError(
@@ -215,6 +228,21 @@ class NativeExpertService:
     def tune_tiles(self, *, tokens: int, pairs: int) -> None:
         """Use matrix tiles for items of so many pairs in requests of so many tokens. For benchmarks."""
         self._native.set_tile_use(tokens, pairs)
+
+    def share_work(self, *, help_others: bool, yield_waiting: bool) -> None:
+        """Whether threads take over others' work, and offer their CPU while they wait. For benchmarks."""
+        self._native.set_helping(help_others)
+        self._native.set_yielding(yield_waiting)
+
+    def log_rounds(self, rounds: int) -> torch.Tensor:
+        """Note the times of the newest rounds from now on; for benchmarks.
+
+        Returns int64 [rounds, 3 + 6 * threads], rewritten while the service runs; native/round_log.h
+        says what the columns are. Row n % rounds is the n-th round's.
+        """
+        self._log = torch.zeros(rounds, 3 + 6 * self.threads, dtype=torch.int64)
+        self._native.start_log(self._log.data_ptr(), rounds)
+        return self._log
 
     def read_only(self, on: bool) -> None:
         """Read the items' bytes instead of computing: the yardstick of benchmarks."""

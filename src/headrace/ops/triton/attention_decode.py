@@ -21,10 +21,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from headrace.ops.records import AttentionBatch, LayerKV
-from headrace.ops.triton.overlap import can_overlap
+from headrace.ops.triton.overlap import LINE_NBYTES, can_overlap, prefetch, wait_and_release
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
 
@@ -35,6 +34,9 @@ PART_TOKENS = 128
 PART_PROGRAMS = 256
 LEAST_PARTS, MOST_PARTS = 16, 128
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
+AHEAD_TOKENS = (
+    128  # of a program, asked of the second-level cache while the kernel before still runs
+)
 
 
 def num_parts(kv_heads: int, programs: int) -> int:
@@ -109,15 +111,33 @@ def upright_part(
 
 
 @triton.jit
+def ahead(
+    keys, values, table, start, context, stride_block,
+    PAGE: tl.constexpr, DIM: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Ask the second-level cache for a part's first keys and values, which memory may then bring while
+    the kernel before ends."""
+    # Beyond the end the last key is asked for again.
+    position = tl.maximum(tl.minimum(start + tl.arange(0, AHEAD), context - 1), 0)
+    block = tl.load(table + position // PAGE).to(tl.int64)
+    # A row has LINES lines of the cache, padded to a power of two.
+    step: tl.constexpr = LINE_NBYTES // (keys.dtype.element_ty.primitive_bitwidth // 8)
+    line = tl.minimum(tl.arange(0, LINES) * step, DIM - 1)
+    at = (block * stride_block + (position % PAGE) * DIM)[:, None] + line[None, :]
+    prefetch(keys + at, OVERLAPS)
+    prefetch(values + at, OVERLAPS)
+
+
+@triton.jit
 def part_kernel(
     q, keys, values, tables, context_lens, sums, mixed,
     scale, window, heads, group, stride_table, stride_block, stride_head,
     MIN_PART: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    SWAPPED: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
+    SWAPPED: tl.constexpr, OVERLAPS: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        cuda.gdc_launch_dependents()  # merging may be started, and waits for the parts itself
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     member, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
     row = sequence.to(tl.int64) * heads + kv_head * group + member
@@ -125,16 +145,22 @@ def part_kernel(
     head = kv_head.to(tl.int64) * stride_head
     keys += head
     values += head
-    if SWAPPED:
-        real = (member < group)[None, :] & (d < DIM)[:, None]
-        query = tl.load(q + row[None, :] * DIM + d[:, None], mask=real, other=0.0) * scale
-    else:
-        real = (member < group)[:, None] & (d < DIM)[None, :]
-        query = tl.load(q + row[:, None] * DIM + d[None, :], mask=real, other=0.0) * scale
-    # Loaded after the query, whose latency theirs then hides.
     context = tl.load(context_lens + sequence)
     begin = tl.maximum(context - window, 0)  # the first position that the row sees
     size = part_size(context - begin, MIN_PART, PARTS)
+    if AHEAD > 0:
+        ahead(
+            keys, values, table, begin + tl.program_id(2) * size, context, stride_block,
+            PAGE, DIM, AHEAD, LINES, OVERLAPS,
+        )  # fmt: skip
+    wait_and_release(OVERLAPS)
+    if SWAPPED:
+        real = (member < group)[None, :] & (d < DIM)[:, None]
+        in_row = row[None, :] * DIM + d[:, None]
+    else:
+        real = (member < group)[:, None] & (d < DIM)[None, :]
+        in_row = row[:, None] * DIM + d[None, :]
+    query = tl.load(q + in_row, mask=real, other=0.0) * scale
     query = query.to(keys.dtype.element_ty)
     for part in range(tl.program_id(2), tl.cdiv(context - begin, size), tl.num_programs(2)):
         start = begin + part * size
@@ -155,7 +181,7 @@ def part_kernel(
                 TILE,
                 PRECISION,
             )
-            tl.store(mixed + place[None, :] * DIM + d[:, None], out, mask=real)
+            at = place[None, :] * DIM + d[:, None]
         else:
             top, total, out = upright_part(
                 query,
@@ -171,7 +197,8 @@ def part_kernel(
                 TILE,
                 PRECISION,
             )
-            tl.store(mixed + place[:, None] * DIM + d[None, :], out, mask=real)
+            at = place[:, None] * DIM + d[None, :]
+        tl.store(mixed + at, out, mask=real)
         tl.store(sums + 2 * place, top, mask=member < group)
         tl.store(sums + 2 * place + 1, total, mask=member < group)
 
@@ -190,8 +217,7 @@ def merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
     row = sequence.to(tl.int64) * heads + head
-    if OVERLAPS:
-        cuda.gdc_wait()
+    wait_and_release(OVERLAPS)
     merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 
@@ -225,22 +251,25 @@ def attention_decode(
     tuned = decode_tuning(q.device, dim, sealed=False)
     swapped = exact or tuned.swapped
     overlaps = can_overlap(q.device)
+    early = {"launch_pdl": True} if overlaps else {}
     part_kernel[(rows, kv_heads, programs)](
         q, keys, cache.values, batch.block_tables, batch.context_lens, sums, mixed,
         scale * LOG2_E, seen, heads, group,
         batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         MIN_PART=PART_TOKENS, PARTS=most, PAGE=cache.block_tokens,
         GROUP=max(triton.next_power_of_2(group), 8 if swapped else 16), SWAPPED=swapped, OVERLAPS=overlaps,
+        AHEAD=AHEAD_TOKENS if overlaps else 0,
+        LINES=triton.next_power_of_2(triton.cdiv(dim * keys.element_size(), LINE_NBYTES.value)),
         DIM=dim, WIDE=triton.next_power_of_2(dim),
         TILE=32 if exact else tuned.tile, PRECISION="ieee" if exact else "tf32",
         num_warps=tuned.num_warps, num_stages=2 if exact else tuned.num_stages,
-        maxnreg=tuned.max_registers,
+        maxnreg=tuned.max_registers, **early,
     )  # fmt: skip
     out = torch.empty_like(q, dtype=dtype)
     merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
         MIN_PART=PART_TOKENS, PARTS=most, DIM=triton.next_power_of_2(dim),
         HAS_SINKS=sinks is not None, LOG2=LOG2_E, OVERLAPS=overlaps, num_warps=4,
-        **({"launch_pdl": True} if overlaps else {}),
+        **early,
     )  # fmt: skip
     return out

@@ -12,6 +12,8 @@ from headrace.core.kv_formats import FIRST_TOKENS, RESIDUAL_UNIT
 from headrace.ops.triton import (
     attention_decode,
     attention_prefill,
+    prefill_layout,
+    prefill_tma,
     rows,
     sealed_append,
     sealed_decode,
@@ -29,6 +31,7 @@ _MULTIPLES = ("dim", "block_tokens", "stride_block", "stride_head", "stride_tabl
 _COUNTS = (
     *("window", "heads", "group", "width", "stride_pages", "num_shared", "open_offset", "half"),
     *("num_sequences", "num_tiles", "max_pages"),
+    *("room", "own_room", "first_head", "all_heads"),
 )
 TYPES = {
     **dict.fromkeys(_BF16, "*bf16"),
@@ -45,6 +48,7 @@ class Example:
     """``kernel`` with compile-time ``constants``, to which the architecture's ``UNPACK`` is added.
 
     changes: other types than ``TYPES`` has
+    only: the one architecture that it is written for, if so
     """
 
     kernel: Any
@@ -52,6 +56,7 @@ class Example:
     num_warps: int = 4
     num_stages: int = 2
     changes: dict[str, str] = field(default_factory=dict)
+    only: str | None = None
 
     def source(self, capability: int) -> Any:
         """What ``triton.compile`` takes, for a compute capability (90 for 9.0)."""
@@ -76,6 +81,25 @@ class Example:
         )
 
 
+@dataclass(frozen=True)
+class TileExample(Example):
+    """A kernel in Gluon over tiles that bulk copies bring; ``types``: of the numbers in each."""
+
+    types: dict[str, str] = field(default_factory=dict)
+
+    def source(self, capability: int) -> Any:
+        from triton.experimental.gluon._runtime import GluonASTSource
+        from triton.experimental.gluon.language import NVMMASharedLayout
+
+        plain = super().source(capability)
+        layout = NVMMASharedLayout(128, 16, 2)
+        tile = f"[{prefill_layout.TILE},{prefill_layout.DIM}]"
+        tiles = {name: f"tensordesc<{t}{tile},{layout!r}>" for name, t in self.types.items()}
+        return GluonASTSource(
+            self.kernel, {**plain.signature, **tiles}, plain.constants, plain.attrs
+        )
+
+
 _SEALED = {"PAGE": 64, "HALF": 64, "FIRST": FIRST_TOKENS}
 _NVFP4 = {**_SEALED, "NVFP4": True, "RANK": 4}
 _FP8 = {**_SEALED, "NVFP4": False, "RANK": 0, "FIRST": 0}
@@ -85,6 +109,17 @@ _ROWS = {
     **{"TAU": 0, "POLYNOMIAL": 0},
 }
 _PLAIN = {"DIM": 128, "TILE": 64, "PRECISION": "tf32"}
+_TILES = {
+    **{
+        "PAGE": 64,
+        "DIM": prefill_layout.DIM,
+        "ROWS": prefill_tma.ROWS,
+        "TILE": prefill_layout.TILE,
+    },
+    **{"HAS_SINKS": True, "HAS_WINDOW": False, "LOG2": LOG2_E, "STAGES": prefill_tma.STAGES},
+    **{"REGISTERS": prefill_tma.REGISTERS},
+}
+_LAID = ("keys", "values", "own_keys", "own_values")
 
 EXAMPLES: dict[str, Example] = {
     "kv_append": Example(rows.kv_append_kernel, {"DIM": 128}, 1, changes={"k": "*fp32"}),
@@ -93,7 +128,7 @@ EXAMPLES: dict[str, Example] = {
     "decode_bf16": Example(
         attention_decode.part_kernel,
         {**_PLAIN, "WIDE": 128, "PAGE": 32, "GROUP": 16, "MIN_PART": 128, "PARTS": 32,
-         "SWAPPED": False, "OVERLAPS": False},
+         "SWAPPED": False, "OVERLAPS": False, "AHEAD": 0, "LINES": 2},
         num_stages=5,
     ),
     "decode_fp8": Example(sealed_decode.sealed_part_kernel, {**_FP8, **_PARTS}),
@@ -105,6 +140,14 @@ EXAMPLES: dict[str, Example] = {
     ),
     "prefill_fp8": Example(sealed_prefill.sealed_prefill_kernel, {**_FP8, **_ROWS}, 8),
     "prefill_nvfp4k_fp8v": Example(sealed_prefill.sealed_prefill_kernel, {**_NVFP4, **_ROWS}, 8),
+    "prefill_tiles_bf16": TileExample(
+        prefill_tma.flash_kernel, {**_TILES, "SEALED": False}, only="sm_90",
+        types=dict.fromkeys(_LAID, "bf16"),
+    ),
+    "prefill_tiles_sealed": TileExample(
+        prefill_tma.flash_kernel, {**_TILES, "SEALED": True}, only="sm_90",
+        types=dict(zip(_LAID, ("fp16", "bf16", "fp16", "bf16"), strict=True)),
+    ),
     "prefill_bf16": Example(
         attention_prefill.prefill_kernel,
         {k: v for k, v in {**_PLAIN, **_ROWS, "WIDE": 128, "PAGE": 32}.items() if k != "HAS_WINDOW"},

@@ -9,6 +9,7 @@ A kernel and no event: its cost inside a captured graph is that of any small ker
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -47,5 +48,5 @@ class StampMarks:
 
     def seconds(self, count: int) -> list[float]:
         """Seconds between the first ``count`` + 1 points; waits for the GPU."""
-        times = self._times[: count + 1].cpu()
-        return ((times[1:] - times[:-1]).double() / NANO).tolist()
+        times: list[int] = self._times[: count + 1].tolist()
+        return [(after - before) / NANO for before, after in pairwise(times)]

@@ -3,7 +3,8 @@
 A kernel launched with ``launch_pdl=True`` and compiled with ``PDL`` starts once every program of its
 predecessor has called ``release`` or has ended. What it reads or writes that others may still write or
 read comes after ``wait``, which returns when the predecessor has ended altogether; weights may be read
-before. Every such kernel waits before it releases, so that all that came before the predecessor is done.
+before, and a batch's lists (contexts, block tables), which are copied to the GPU before a step. Every such
+kernel waits before it releases, so that all that came before the predecessor is done.
 In a captured graph this becomes a programmatic edge.
 """
 
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 _FROM = (9, 0)  # Hopper
+LINE_NBYTES = tl.constexpr(128)  # what ``prefetch`` brings for an address
 
 
 @triton.jit

@@ -47,6 +47,26 @@ LAID_ROWS = 64  # positions that a program lays out
 
 
 @gluon.jit
+def _copy(
+    laid, own, tiles, full, free, base, own_base, tile, i,
+    SEALED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Keys or values of step ``i``, once their place is free."""
+    stage = i % STAGES
+    mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), laid.block_type.nbytes)
+    at = base + (tile - i) * TILE
+    bar, to = full.index(stage), tiles.index(stage)
+    if SEALED:
+        if i == 0:
+            tma.async_copy_global_to_shared(own, [own_base, 0], bar, to)
+        else:
+            tma.async_copy_global_to_shared(laid, [at + TILE, 0], bar, to)
+    else:
+        tma.async_copy_global_to_shared(laid, [at, 0], bar, to)
+
+
+@gluon.jit
 def _load(
     keys, values, own_keys, own_values, key_tiles, value_tiles, bars, base, own_base, tile, first,
     SEALED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
@@ -57,47 +77,28 @@ def _load(
     if SEALED:
         count += 1
     for i in range(count):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        mbarrier.wait(key_free.index(stage), phase ^ 1)
-        mbarrier.expect(key_full.index(stage), keys.block_type.nbytes)
-        if SEALED:
-            if i == 0:
-                tma.async_copy_global_to_shared(
-                    own_keys, [own_base, 0], key_full.index(stage), key_tiles.index(stage)
-                )
-            else:
-                tma.async_copy_global_to_shared(
-                    keys,
-                    [base + (tile + 1 - i) * TILE, 0],
-                    key_full.index(stage),
-                    key_tiles.index(stage),
-                )
-        else:
-            tma.async_copy_global_to_shared(
-                keys, [base + (tile - i) * TILE, 0], key_full.index(stage), key_tiles.index(stage)
-            )
-        mbarrier.wait(value_free.index(stage), phase ^ 1)
-        mbarrier.expect(value_full.index(stage), values.block_type.nbytes)
-        if SEALED:
-            if i == 0:
-                tma.async_copy_global_to_shared(
-                    own_values, [own_base, 0], value_full.index(stage), value_tiles.index(stage)
-                )
-            else:
-                tma.async_copy_global_to_shared(
-                    values,
-                    [base + (tile + 1 - i) * TILE, 0],
-                    value_full.index(stage),
-                    value_tiles.index(stage),
-                )
-        else:
-            tma.async_copy_global_to_shared(
-                values,
-                [base + (tile - i) * TILE, 0],
-                value_full.index(stage),
-                value_tiles.index(stage),
-            )
+        _copy(
+            keys, own_keys, key_tiles, key_full, key_free, base, own_base, tile, i,
+            SEALED, TILE, STAGES,
+        )  # fmt: skip
+        _copy(
+            values, own_values, value_tiles, value_full, value_free, base, own_base, tile, i,
+            SEALED, TILE, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _rows(
+    begin, start, context, first, head, heads,
+    DIM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """64 positions from ``first`` on: offsets [64, DIM] of their rows of one head, and which there are."""
+    r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
+    at = first + r
+    real = gl.expand_dims((at >= start) & (at < context), 1)
+    offset = gl.expand_dims(((begin + at - start).to(gl.int64) * heads + head) * DIM, 1)
+    return offset + gl.expand_dims(d, 0), real
 
 
 @gluon.jit
@@ -128,16 +129,13 @@ def _attend(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     # Queries: float32 rows, scaled, to shared memory.
     PLAIN: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    r = gl.arange(0, 64, gl.SliceLayout(1, PLAIN))
-    d = gl.arange(0, DIM, gl.SliceLayout(0, PLAIN))
-    at = tile * ROWS + HALF * 64 + r
-    real = gl.expand_dims((at >= start) & (at < context), 1)
-    offset = gl.expand_dims(((begin + at - start).to(gl.int64) * heads + head) * DIM, 1)
-    query = gl.load(q + offset + gl.expand_dims(d, 0), mask=real, other=0.0) * scale
+    own_first = tile * ROWS + HALF * 64
+    at, real = _rows(begin, start, context, own_first, head, heads, DIM, PLAIN)
+    query = gl.load(q + at, mask=real, other=0.0) * scale
     query_tile.store(query.to(K))
     fence_async_shared()
 
-    position = tile * ROWS + HALF * 64 + gl.arange(0, 64, ROW)
+    position = own_first + gl.arange(0, 64, ROW)
     t = gl.arange(0, TILE, gl.SliceLayout(0, S))
     top = gl.full([64], -1.0e30, gl.float32, ROW)
     total = gl.zeros([64], gl.float32, ROW)
@@ -200,12 +198,8 @@ def _attend(
     mixed = warpgroup_mma(weight, value_tiles.index(last), mixed)
     mbarrier.arrive(value_free.index(last), count=1)
     mixed = mixed / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, O)), 1)
-    r = gl.arange(0, 64, gl.SliceLayout(1, O))
-    d = gl.arange(0, DIM, gl.SliceLayout(0, O))
-    at = tile * ROWS + HALF * 64 + r
-    real = gl.expand_dims((at >= start) & (at < context), 1)
-    offset = gl.expand_dims(((begin + at - start).to(gl.int64) * heads + head) * DIM, 1)
-    gl.store(out + offset + gl.expand_dims(d, 0), mixed, mask=real)
+    at, real = _rows(begin, start, context, own_first, head, heads, DIM, O)
+    gl.store(out + at, mixed, mask=real)
 
 
 @gluon.jit

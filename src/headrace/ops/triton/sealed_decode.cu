@@ -38,14 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int head = blockIdx.y, row = blockIdx.z;
     const int threads = 32 * WARPS + 32;
-    // Loads that nothing else waits for come first.
-    const float* q = call.q + ((u64)row * call.kv_heads + head) * GROUP * DIM;
-    float mine_of_q[(GROUP * DIM + threads - 1) / threads];
-#pragma unroll
-    for (int i = 0; i * threads < GROUP * DIM; i++) {
-        int at = threadIdx.x + i * threads;
-        mine_of_q[i] = at < GROUP * DIM ? q[at] * call.scale : 0.0f;
-    }
+    // What other kernels do not write comes before waiting for them.
 #if RANK
     const int sums = (GROUP * RANK + WARPS) / (WARPS + 1);  // of a warp: U q by head and direction
     float4 along[sums];
@@ -83,14 +76,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         }
         next = block_at(ahead);
         __syncwarp();
+        // Memory may bring pages to the second-level cache while the kernel ahead ends.
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++)
+            if (blocks[stage] >= 0 && lane == 0) fetch(call, blocks[stage]);
+        wait_for_kernel();
 #pragma unroll
         for (int stage = 0; stage < STAGES; stage++) {
             if (blocks[stage] >= 0 && lane == 0) fill(call, mine, stage, blocks[stage]);
             odd |= (u32)(blocks[stage] & 1) << stage;
         }
     }
+    wait_for_kernel();
     start_next_kernel();
 
+    const float* q = call.q + ((u64)row * call.kv_heads + head) * GROUP * DIM;
+    float mine_of_q[(GROUP * DIM + threads - 1) / threads];
+#pragma unroll
+    for (int i = 0; i * threads < GROUP * DIM; i++) {
+        int at = threadIdx.x + i * threads;
+        mine_of_q[i] = at < GROUP * DIM ? q[at] * call.scale : 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i * threads < GROUP * DIM; i++) {
         int at = threadIdx.x + i * threads;

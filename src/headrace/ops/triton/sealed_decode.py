@@ -22,7 +22,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from headrace.core.kv_formats import FIRST_TOKENS
 from headrace.ops.records import AttentionBatch, SealedKV
@@ -30,7 +29,7 @@ from headrace.ops.triton import sealed_decode_cuda
 from headrace.ops.triton.attention_decode import num_parts
 from headrace.ops.triton.control import unpack_instructions
 from headrace.ops.triton.lowbit import e4m3_to_f16, nvfp4_to_f16, scale_to_f16, spread
-from headrace.ops.triton.overlap import can_overlap
+from headrace.ops.triton.overlap import LINE_NBYTES, can_overlap, prefetch, wait_and_release
 from headrace.ops.triton.sealed_append import half_width, open_of, parts_of
 from headrace.ops.triton.softmax import LOG2_E, NOTHING, absorb, fetch, merge_parts, part_size
 from headrace.ops.triton.tuning import decode_tuning
@@ -39,6 +38,8 @@ from headrace.ops.triton.tuning import decode_tuning
 PART_PROGRAMS = 512
 _PROGRAMS = 1024  # of a launch at most, unless there are more (sequence, key head) pairs
 _MIN_TOKENS = 256  # of a part: its output, 4 bytes a channel for each query head, does not count
+# Of a program, asked of the second-level cache while the kernel before still runs.
+AHEAD_PAGES = tl.constexpr(2)
 RESIDUALS = tl.constexpr(16)  # columns of residuals: what a product takes at least
 
 
@@ -107,6 +108,14 @@ def reference_scores(
 
 
 @triton.jit
+def page_ahead(codes, block, NBYTES: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Ask the second-level cache for a page's codes."""
+    lines: tl.constexpr = triton.next_power_of_2(triton.cdiv(NBYTES, LINE_NBYTES))
+    line = tl.minimum(tl.arange(0, lines) * LINE_NBYTES, NBYTES - 1)
+    prefetch(codes + block * NBYTES + line, OVERLAPS)
+
+
+@triton.jit
 def sealed_part_kernel(
     q, key_codes, key_scales, key_residuals, key_refs, value_codes, page_scales, first_keys,
     directions, open_keys, open_values, tables, open_pages, context_lens, shifts, sums, mixed,
@@ -115,15 +124,21 @@ def sealed_part_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, MIN_PART: tl.constexpr,
     PARTS: tl.constexpr, UNPACK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        cuda.gdc_launch_dependents()  # merging may be started, and waits for the parts itself
     sequence, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     context = tl.load(context_lens + sequence)
     begin = tl.maximum(context - window, 0)  # the first position that the row sees
     first_page, own_page = begin // PAGE, (context - 1) // PAGE
     pages = own_page - first_page + 1
     size = part_size(pages, MIN_PART, PARTS)
+    table = tables + sequence.to(tl.int64) * stride_table
     half: tl.constexpr = DIM // 2
+    if OVERLAPS:
+        for i in tl.static_range(AHEAD_PAGES):
+            page = tl.minimum(first_page + tl.program_id(2) * size + i, own_page)
+            block = tl.load(table + page).to(tl.int64) * kv_heads + kv_head
+            page_ahead(key_codes, block, PAGE * (half if NVFP4 else DIM), OVERLAPS)
+            page_ahead(value_codes, block, PAGE * DIM, OVERLAPS)
+    wait_and_release(OVERLAPS)
     padded: tl.constexpr = HALF * 2 != DIM
     member, t = tl.arange(0, GROUP), tl.arange(0, PAGE)
     i, d, j = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, HALF // 8)
@@ -150,7 +165,6 @@ def sealed_part_kernel(
     real_step = (j < DIM // 16)[None, :] & (t >= 0)[:, None]
     real_left = (e < RANK)[None, :] & (t >= 0)[:, None]
     real_value = (d < DIM)[:, None] & (t >= 0)[None, :]
-    table = tables + sequence.to(tl.int64) * stride_table
     shifts += (sequence.to(tl.int64) * kv_heads + kv_head) * max_pages * GROUP
     for part in range(tl.program_id(2), tl.cdiv(pages, size), tl.num_programs(2)):
         start = first_page + part * size
@@ -238,8 +252,7 @@ def sealed_merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2
     row = sequence.to(tl.int64) * heads + head
-    if OVERLAPS:
-        cuda.gdc_wait()
+    wait_and_release(OVERLAPS)
     merge_parts(sums, mixed, sink, out, row, count, dim, PARTS, DIM, HAS_SINKS)
 
 
@@ -279,6 +292,7 @@ def sealed_attention_decode(
     shifts = torch.empty(rows * kv_heads * max_pages * width if nvfp4 else 1, device=q.device)
     tuned = decode_tuning(q.device, dim, sealed=True)
     overlapping = can_overlap(q.device)
+    early = {"launch_pdl": True} if overlapping else {}
     sealed_part_kernel[(rows, kv_heads, programs)](
         q, *parts_of(cache),
         cache.open_keys, cache.open_values, batch.block_tables, where.pages, batch.context_lens,
@@ -290,12 +304,13 @@ def sealed_attention_decode(
         MIN_PART=min_part, PARTS=most, UNPACK=unpack_instructions(),
         OVERLAPS=overlapping,
         num_warps=tuned.num_warps, num_stages=tuned.num_stages, maxnreg=tuned.max_registers,
+        **early,
     )  # fmt: skip
     out = torch.empty_like(q)
     sealed_merge_kernel[(rows, heads)](
         sums, mixed, q if sinks is None else sinks, out, batch.context_lens, seen, heads, dim,
         PAGE=page, MIN_PART=min_part, PARTS=most, DIM=triton.next_power_of_2(dim),
         HAS_SINKS=sinks is not None, LOG2=LOG2_E, OVERLAPS=overlapping, num_warps=4,
-        **({"launch_pdl": True} if overlapping else {}),
+        **early,
     )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ class Shape:
     warps: of a block, each with a part; stages: pages that a warp holds; blocks: of a multiprocessor
         (H200, 2026-11-30, batch 1 at 128K / 8 at 32K in us: 3 stages 60.0 / 121.8; 4 62.5 / 126.3; 2 stages
         and 2 blocks 66.1 / 127.7; 8 warps, 2 stages, 128 parts 64.8 / 126.6)
-    overlaps: merging is started before the parts are done, and waits for them itself
+    overlaps: each kernel is started before the one ahead of it is done, and waits for it itself
     """
 
     min_part: int = 2
@@ -45,7 +45,7 @@ class Shape:
     overlaps: bool = True
 
 
-SHAPE = [Shape()]  # the only entry is what launches use; the benchmark's sweep puts others there
+USUAL = Shape()
 
 
 class Cut(ctypes.Structure):
@@ -135,9 +135,9 @@ def decode(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    shape: Shape = USUAL,
 ) -> torch.Tensor:
     """``sealed_decode.sealed_attention_decode`` of operands that ``takes`` says yes to."""
-    shape = SHAPE[0]
     q = q.contiguous()
     rows, heads, dim = q.shape
     kv_heads = cache.key_codes.shape[1]
@@ -164,7 +164,9 @@ def decode(
         slots, cut,
     )  # fmt: skip
     kernels = _kernels(device, heads // kv_heads, cache.rank, shape)
-    kernels["sealed_decode"].launch((blocks, kv_heads, rows), 32 * shape.warps + 32, call)
+    kernels["sealed_decode"].launch(
+        (blocks, kv_heads, rows), 32 * shape.warps + 32, call, overlaps=shape.overlaps
+    )
     out = torch.empty_like(q)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, mixed)]
     pointers += [ctypes.c_void_p(0 if sinks is None else sinks.data_ptr())]

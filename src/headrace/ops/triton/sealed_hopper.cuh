@@ -145,6 +145,10 @@ __device__ __forceinline__ void copy(Lane& lane, int stage, u32 at, const u8* fr
         : "memory");
 }
 
+__device__ __forceinline__ void to_cache(const void* from, u32 nbytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes) : "memory");
+}
+
 __device__ __forceinline__ void wait(Lane& lane, int stage, u32 parity) {
     asm volatile(
         "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }"
@@ -199,6 +203,12 @@ __device__ __forceinline__ int part_size(int pages, Cut cut) {
     while (size < cut.long_part && size * cut.few_parts < pages) size *= 2;
     while (size * cut.max_parts < pages) size *= 2;
     return size;
+}
+
+// Asks the second-level cache for the large parts of a page.
+__device__ __forceinline__ void fetch(const Call& call, u64 block) {
+    to_cache(call.key_codes + block * KEY_NBYTES, KEY_NBYTES);
+    to_cache(call.value_codes + block * VALUE_NBYTES, VALUE_NBYTES);
 }
 
 __device__ __forceinline__ void fill(const Call& call, Lane& lane, int stage, u64 block) {

@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * DIM) sealed_merge(
     u64 place = ((u64)row * heads + head) * slots;
     int d = i % DIM, group = i / DIM;
     wait_for_kernel();
+    start_next_kernel();
     float2 sum = i < count ? sums[place + i] : make_float2(MINUS_INFINITY, 0.0f);
     float part[AT_ONCE];
 #pragma unroll
