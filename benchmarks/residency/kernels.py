@@ -185,6 +185,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"overlap": False},
     {"gate_up_tiles": 6, "down_warps": 4},
+    {"whole": True},
 ]
 
 
@@ -195,7 +196,7 @@ def matvec(bench: Bench, rate: float) -> list[dict[str, Any]]:
     for change in VARIANTS:
         launcher = bench.make(replace(expert_launch.Tuning(), **change))
         launcher.prepare(bench.x)
-        for which in ("gate_up", "down", None):
+        for which in (None,) if change.get("whole") else ("gate_up", "down", None):
             rows.append({"kernel": which or "both", **change, **one(bench, launcher, which, rate)})
             print(rows[-1], flush=True)
     return rows
@@ -206,11 +207,11 @@ def one(bench: Bench, launcher: Any, which: str | None, rate: float) -> dict[str
 
     def far() -> None:
         for entries in bench.lists:
-            launcher.compute(bench.x, entries, 0, only=which, ready=True)
+            launcher.compute(bench.x, entries, 0, only=which)
 
     def again() -> None:
         for _ in bench.lists:
-            launcher.compute(bench.x, near, 0, only=which, ready=True)
+            launcher.compute(bench.x, near, 0, only=which)
 
     seconds, near_s = (timed(body) / len(bench.lists) for body in (far, again))
     parts = ("gate_up", "down") if which is None else (which,)

@@ -87,7 +87,7 @@ def _case(hidden: int, inner: int, slices: int, bias: bool, act: Activation) -> 
     arena = torch.zeros(slots * layout.slice_nbytes, dtype=torch.uint8, device=DEVICE)
     launcher = launch.ExpertLauncher(
         place, state, arena, torch.zeros(1, dtype=torch.int64, device=DEVICE), act,
-        launch.RequestOffsets(0, 0, 0, 0),
+        launch.RequestOffsets(0, 0, 0, 0), tuning=launch.Tuning(whole=True),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     state.pair_token[:7] = torch.tensor([0, 3, 0, 1, 2, 3, 2], dtype=torch.int32, device=DEVICE)
@@ -139,11 +139,11 @@ def test_slots_and_graphs_do_not_change_bits() -> None:
 
 HOLD = """
 extern "C" __global__ void hold(unsigned long long ns) {
-    extern __shared__ unsigned char all[];
+    extern __shared__ unsigned char held[];
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
-    if (!ns) all[0] = 1;
+    if (!ns) held[0] = 1;
 }
 """
 

@@ -100,7 +100,6 @@ class GpuPaths:
             layers=[geometry_of(kernels, layout, nbytes) for layout in store.layouts],
         )
         self._layer = 0  # that is planned
-        self._x: torch.Tensor | None = None  # of that layer
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
@@ -117,21 +116,17 @@ class GpuPaths:
         self._ahead.prefetch(layer, guessed, top_k, valid)
 
     def prepare(self, x: torch.Tensor) -> None:
-        self._x = x
-        if self._block is not None:  # the plan rings the CPU's bell, so its x comes first
-            self.launcher.prepare(x)
+        self.launcher.prepare(x)
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer
         self._kernels.plan_layer(self.state, layer, ids, weights)
-        if self._block is None:  # else the plan comes first, so that hits are fetched meanwhile
-            self.launcher.prepare(self._x)
 
     def gather(self, layer: int) -> None:
         self.launcher.gather(layer)
 
     def hits(self, x: torch.Tensor) -> None:
-        self.launcher.hits(x, self._layer, ready=self._block is None)
+        self.launcher.hits(x, self._layer)
 
     def fetched(self, x: torch.Tensor) -> None:
         self.launcher.fetched(x, self._layer)

@@ -121,7 +121,7 @@ def test_source_computes_float64(
     tensors = (
         slabs, entries, counts, pair_token, pair_weight, x_halves, h_halves, partial, done[1:], done,
     )  # fmt: skip
-    call = whole._Call(*(t.data_ptr() for t in tensors), 1, len(entries), 0)
+    call = whole._Call(*(t.data_ptr() for t in tensors), 1, len(entries))
     library.run(ctypes.byref(call), blocks)
     assert not done.any(), "the next call finds what this one found"
     want = np.full((4, slices, hidden), np.nan)

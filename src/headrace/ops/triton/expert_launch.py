@@ -82,7 +82,9 @@ class Tuning:
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
-    whole: bool = False  # MXFP4 in one kernel where there is one
+    # MXFP4 in one kernel where there is one: 23.4 us instead of 28.6 alone, but some 10 us a layer slower
+    # within a step (docs/adr/0009).
+    whole: bool = False
 
 
 class ExpertLauncher:
@@ -179,12 +181,9 @@ class ExpertLauncher:
         own = self._layers[layer].host_nbytes if self._layers else 0
         return own or self._geometry.slice_nbytes
 
-    def hits(self, x: torch.Tensor, layer: int = 0, *, ready: bool = False) -> None:
-        """Compute the planned hits. ``layer`` matters where layers differ.
-
-        ready: the plan was made before the kernel ahead in the stream began
-        """
-        self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer, ready=ready)
+    def hits(self, x: torch.Tensor, layer: int = 0) -> None:
+        """Compute the planned hits. ``layer`` matters where layers differ."""
+        self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer)
 
     def fetched(self, x: torch.Tensor, layer: int = 0) -> None:
         """Compute what ``gather`` brought."""
@@ -198,16 +197,12 @@ class ExpertLauncher:
         only: str | None = None,
         *,
         layer: int = 0,
-        ready: bool = False,
     ) -> None:
-        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks.
-
-        ready: the entries were whole before the kernel ahead in the stream began
-        """
+        """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
         if only is None and self._whole is not None:
             # What was fetched depends on the side stream, too: no start before its end.
             hits = which == COUNT_HITS.value
-            self._whole.compute(entries, which, overlaps=self._overlap and hits, ready=ready)
+            self._whole.compute(entries, which, overlaps=self._overlap and hits)
             return
         if only != "down":
             if self._blocks is not None:

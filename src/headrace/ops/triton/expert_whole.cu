@@ -30,7 +30,6 @@ struct Call {
     int* passed;     // blocks that need ``done`` no more; zero before and after
     int which;       // of counts
     int most;        // entries that there can be
-    int ready;       // entries were whole before the kernel ahead began: weights are fetched before its end
 };
 
 struct Share {
@@ -136,20 +135,9 @@ __device__ __forceinline__ void close(const Call& call, Shared& sh, Share one, i
 
 // This warp's columns of the block's tiles of gate and up.
 __device__ __forceinline__ void multiply_gate_up(const Call& call, Shared& sh, Share one) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = 0, current = one.begin / TILES1, token = 0;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = 0, current = -1, held = -1, token = 0;
     int4 entry = make_int4(0, 0, 0, 0);
-    if (one.begin < one.end) {
-        entry = call.entries[current];
-        token = call.pair_token[entry.z];
-    }
-    wait_for_kernel();
-#if TRIGGER == 0
-    start_next_kernel();
-#endif
-#if HELD
-    int held = -1;
     u32 b[UNITS1][16];
-#endif
     for (int i = 0; i < one.end - one.begin; i++) {
         int stage = i % STAGES;
         const u8 *codes = sh.stage[stage], *scales = codes + CODES1;
@@ -162,25 +150,16 @@ __device__ __forceinline__ void multiply_gate_up(const Call& call, Shared& sh, S
             int place = step % RESULTS;
             if (entry.w > 1) token = call.pair_token[pair];
             const u16* x = call.x + (u64)token * (2 * HIDDEN);
-#if HELD
             if (token != held) {
 #pragma unroll
                 for (int u = 0; u < UNITS1; u++) load_halves<BLOCKS1>(b[u], x, HIDDEN, (warp * UNITS1 + u) * 4);
                 held = token;
             }
-#endif
             barrier_wait(sh.full[stage], i / STAGES & 1);
             float2 y = make_float2(0.0f, 0.0f);
 #pragma unroll
-            for (int u = 0; u < UNITS1; u++) {
-#if HELD
+            for (int u = 0; u < UNITS1; u++)
                 add_unit<ROW1, BLOCKS1>(y, codes, scales, b[u], (warp * UNITS1 + u) * 4);
-#else
-                u32 b[16];
-                load_halves<BLOCKS1>(b, x, HIDDEN, (warp * UNITS1 + u) * 4);
-                add_unit<ROW1, BLOCKS1>(y, codes, scales, b, (warp * UNITS1 + u) * 4);
-#endif
-            }
             if (step >= RESULTS) barrier_wait(sh.sums_free[place], (step / RESULTS - 1) & 1);
             float* sums = (float*)sh.sums[place][warp];
             sums[lane] = y.x;
@@ -192,9 +171,7 @@ __device__ __forceinline__ void multiply_gate_up(const Call& call, Shared& sh, S
         }
         if (lane == 0) barrier_arrive(sh.free[stage]);
     }
-#if TRIGGER == 1
     start_next_kernel();
-#endif
 }
 
 // All of an entry's h, by this warp, in the same order of sums as everywhere.
@@ -242,10 +219,6 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Shar
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, current = -1;
     int last = two.end > two.begin ? (two.end - 1) / TILES2 : -1;
     int4 entry = make_int4(0, 0, 0, 0);
-#if HELD == 2
-    int held = -1;
-    u32 b[UNITS2][16];
-#endif
     if (last < 0 && lane == 0) barrier_arrive(sh.polled);
     for (int at = two.begin; at < two.end; i++) {
         Run run = run_of(at, two.end);
@@ -255,17 +228,11 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Shar
             entry = call.entries[current];
             await_tiles(call, current, entry);
             if (current == last && lane == 0) barrier_arrive(sh.polled);
-#if HELD == 2
-            held = -1;
-        }
-        {
-#else
             const u16* h = h_of(call, entry, entry.z);  // into the first-level cache, at once
             for (int k = lane * 64; k < WIDTH; k += 32 * 64) {
                 touch(h + k);
                 touch(h + S * WIDTH + k);
             }
-#endif
         }
         barrier_wait(sh.full[stage], i / STAGES & 1);
         const u8 *codes = sh.stage[stage], *scales = codes + CHUNK * CODES2, *biases = scales + CHUNK * SCALES2;
@@ -275,23 +242,12 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, Shar
                 float weight = call.pair_weight[pair];
                 const u16* h = h_of(call, entry, pair);
                 float2 y = make_float2(0.0f, 0.0f);
-#if HELD == 2
-                if (pair != held) {
-                    held = pair;
-#pragma unroll
-                    for (int u = 0; u < UNITS2; u++) load_halves<BLOCKS2>(b[u], h, S * WIDTH, u * 4);
-                }
-#pragma unroll
-                for (int u = 0; u < UNITS2; u++)
-                    add_unit<ROW2, BLOCKS2>(y, codes + k * CODES2, scales + k * SCALES2, b[u], u * 4);
-#else
 #pragma unroll
                 for (int u = 0; u < UNITS2; u++) {
                     u32 b[16];
                     load_halves<BLOCKS2>(b, h, S * WIDTH, u * 4);
                     add_unit<ROW2, BLOCKS2>(y, codes + k * CODES2, scales + k * SCALES2, b, u * 4);
                 }
-#endif
                 y = over_four_lanes(y);
                 y.x = (y.x * RESULT + bias_of(biases, k * 16 + row)) * weight;
                 y.y = (y.y * RESULT + bias_of(biases, k * 16 + row + 1)) * weight;
@@ -315,7 +271,7 @@ __device__ __forceinline__ void ask_ahead(const Call& call) {
     for (int k = i * 64; k < 2 * HIDDEN; k += (32 * WARPS + 64) * 64) ask(call.x + k);
 }
 
-extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT) expert_whole(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) expert_whole(const __grid_constant__ Call call) {
     SHARED_MEMORY(raw);
     Shared& sh = *(Shared*)raw;
     int warp = threadIdx.x / 32;
@@ -332,14 +288,13 @@ extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT) expert_whole(const
         barriers_are_set_up();
     }
     __syncthreads();
-    if (!call.ready) wait_for_kernel();
+    wait_for_kernel();
     ask_ahead(call);
     int count = call.counts[call.which];
     Share one = share_of(count * TILES1), two = share_of(count * TILES2);
     if (warp == WARPS) {
         if (threadIdx.x % 32 == 0) fetch(call, sh, one, two);
     } else if (warp == WARPS + 1) {
-        wait_for_kernel();
         close(call, sh, one, count);
     } else {
         multiply_gate_up(call, sh, one);

@@ -30,6 +30,8 @@ typedef unsigned long long u64;
 #define RESULT 1048576.0f    // 2^20, undoes HALF_SCALE and the 2^-14 of codes read as float16
 #define HALF_SCALE 0.015625f // of activations before they are cut into two float16
 #define SECOND 2048.0f       // of the second of them
+#define SUMS 2               // that the products of a unit go into in turn: each waits for the one before in its sum
+#define MOST_THREADS 512     // keeps registers to 128, so that small kernels fit beside this one
 
 struct Shared {
     alignas(128) u8 stage[STAGES][STAGE];
@@ -86,9 +88,9 @@ __device__ __forceinline__ void bulk_copy(void* to, const u8* from, u32 nbytes, 
 __device__ __forceinline__ void ask(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void touch(const void* p) {
-    u32 unused;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(p) : "memory");
-    (void)unused;
+    u32 word;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
+    (void)word;
 }
 
 // Add to *p, after everything that this thread, or one that it has met at a barrier, wrote before.
@@ -183,7 +185,6 @@ __device__ __forceinline__ void add_unit(float2& sum, const u8* codes, const u8*
     words_of(low, *(const uint4*)code);
     words_of(high, *(const uint4*)(code + ROW));
     u32 e0 = scale[0], e1 = scale[BLOCKS];
-    // A product waits some 33 clocks for the one before in its sum, so there are several.
     float d[SUMS][4] = {}, *c = d[0];
 #pragma unroll
     for (int w = 0; w < 4; w++) {
