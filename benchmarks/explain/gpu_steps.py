@@ -85,7 +85,10 @@ def run_case(
         for context in contexts:
             row = measure(engine, known, context, STEPS, hosts)
             rows[context].append(row)
-            print(f"{name} " + "\n".join(lines(row, 14)), flush=True)
+            print(
+                f"[{time.perf_counter() - start:.0f} s] {name} " + "\n".join(lines(row, 14)),
+                flush=True,
+            )
     return Case(name, rows, spent, {n: r.value for n, r in rates.items()})
 
 
@@ -111,9 +114,9 @@ def gpt_oss(
     assert rates is not None
     slices = layers * geo.EXPERTS * store.layout.num_slices
     cap = slots_within(int(args.vram_gib * GIB), device, store)
-    for name, placement, slots in (("offloaded", "hybrid", cap), ("resident", "gpu", slices)):
-        if name not in args.cases:
-            continue
+    placements = {"offloaded": ("hybrid", cap), "resident": ("gpu", slices)}
+    for name in (name for name in args.cases if name in placements):
+        placement, slots = placements[name]
         try:
             executor, live = models.expert_runtime(
                 device, store, placement, slots, rates, min(threads, 14)

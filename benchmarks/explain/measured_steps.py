@@ -22,14 +22,19 @@ from headrace.machine.profile import MachineProfile, Rate
 
 BAR, SUM_BAR, WATCH_BAR = 0.15, 0.03, 0.02
 WARM_UP = 4  # steps of a request that are not counted
-PAIRS = 4  # of an unwatched and a watched run, in turns: the same steps, minutes of drift apart from none
+# Pairs of an unwatched and a watched run, in turns: the same steps, and no drift between them.
+LEAST_PAIRS, MOST_PAIRS, PAIRS_S = 3, 12, 2.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One context in one round. error: predicted over measured, less 1; sum_error: leaves and gap of the
-    report against a clock around its steps; watch_cost: of the mean step, the same steps watched and not,
-    each the fastest of its runs; hit_rate: predicted with it, None without experts in host memory."""
+    """One context in one round.
+
+    error: predicted over measured, less 1; sum_error: leaves and gap of the report against a clock around
+    its steps; watch_cost: of the mean step, the same steps watched and not, each the fastest of its runs;
+    marked_s: of the steps that tell the GPU's classes, 0 without; hit_rate: predicted with it, None
+    without experts in host memory.
+    """
 
     context: int
     predicted_s: float
@@ -38,6 +43,7 @@ class Row:
     sum_error: float
     gap_share: float
     watch_cost: float
+    marked_s: float
     hit_rate: float | None
     predicted_classes: dict[str, float]
     measured_classes: dict[str, float]
@@ -124,29 +130,39 @@ def measure(
 
     plain: list[list[float]] = []
     watched: list[list[float]] = []
-    watch, counted = Watch(engine), list[float]()
-    for pair in range(PAIRS):
-        plain.append(run(engine, request(f"plain-{pair}-{context}", prompt, steps))[1])
+    watch, counted, slowed = Watch(engine), list[float](), list[float]()
+    start = time.perf_counter()
+    while len(plain) < LEAST_PAIRS or (
+        len(plain) < MOST_PAIRS and time.perf_counter() - start < PAIRS_S
+    ):
+        name = f"{len(plain)}-{context}"
+        plain.append(run(engine, request(f"plain-{name}", prompt, steps))[1])
         first = len(watch.steps)
         watch.start()
-        _, around = run(engine, request(f"watched-{pair}-{context}", prompt, steps))
+        _, around = run(engine, request(f"watched-{name}", prompt, steps))
         watch.stop()
         watch.steps[first:] = kept = watch.steps[-len(around) :]  # without what warms up
         counted += [s for s, one in zip(around, kept, strict=True) if not one.slowed]
+        slowed += [s for s, one in zip(around, kept, strict=True) if one.slowed]
         watched.append(around)
     report = report_of(engine, watch, "decode", machine)
     assert report is not None
     unwatched_s = mean(_by_position(plain))
     leaves = {row.id: row.measured_s for row in report.rows}
-    total = sum(leaves.values()) + report.gap_s
+    # The clock around the report's steps; what interrupts it between its two readings and theirs, a few
+    # times in a hundred steps, is left out.
+    inside = [one.stats.seconds for one in watch.steps if not one.slowed]
+    outside_s = median(a - s for a, s in zip(counted, inside, strict=True))
+    clock_s = mean(inside[EXPLAIN_WARM_UP:]) + outside_s
     return Row(
         context=context,
         predicted_s=guess.seconds,
         measured_s=median(s for one in plain for s in one),
         error=guess.seconds / median(s for one in plain for s in one) - 1,
-        sum_error=total / mean(counted[EXPLAIN_WARM_UP:]) - 1,
+        sum_error=(sum(leaves.values()) + report.gap_s) / clock_s - 1,
         gap_share=report.gap_s / report.step_s,
         watch_cost=mean(_by_position(watched)) / unwatched_s - 1,
+        marked_s=median(slowed) if slowed else 0.0,
         hit_rate=hits,
         predicted_classes=dict(guess.classes),
         measured_classes={**leaves, "unexplained": report.gap_s},
@@ -183,6 +199,7 @@ def lines(row: Row, most: int = 10) -> list[str]:
         f"{row.context:>6}  predicted {row.predicted_s * 1e3:8.3f} ms  measured "
         f"{row.measured_s * 1e3:8.3f} ms  {row.error:+.1%}  sum {row.sum_error:+.1%}  gap "
         f"{row.gap_share:+.1%}  watching {row.watch_cost:+.1%}"
+        + (f"  marked {row.marked_s * 1e3:.3f} ms" if row.marked_s else "")
         + ("" if row.hit_rate is None else f"  hits {row.hit_rate:.1%}")
     ]
     names = sorted(

@@ -31,7 +31,9 @@ def test_token_ids_are_those_of_llama_cpp() -> None:
 @pytest.mark.parametrize("kv_format", ["f32", "nvfp4k-fp8v"])
 def test_greedy_answers_are_those_of_llama_cpp(kv_format: str) -> None:
     engine = Engine.load(
-        EngineConfig(model=str(gemma3_path()), context=256, kv_format=kv_format, threads=2)
+        EngineConfig(
+            model=str(gemma3_path()), device="cpu", context=256, kv_format=kv_format, threads=2
+        )
     )
     compared = 0
     for case in GOLDEN["answers"]:

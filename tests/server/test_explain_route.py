@@ -100,7 +100,7 @@ class Inbox:
 def answers(commands: list[Any]) -> list[Explained]:
     """What a real engine's loop says to ``commands``."""
     inbox, outbox = Inbox(commands), queue.Queue[Any]()
-    serve(Engine.load(EngineConfig("tiny", context=256, threads=2)), inbox, outbox)
+    serve(Engine.load(EngineConfig("tiny", context=256, threads=2, device="cpu")), inbox, outbox)
     found = [outbox.get() for _ in range(outbox.qsize())]
     return [event for event in found if isinstance(event, Explained)]
 

@@ -12,7 +12,7 @@ from headrace.cli.outputs import check_output, writing
 from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import configure_logging, note
 from headrace.cli.session import ctrl_c_ends_at_once
-from headrace.core.errors import InternalError
+from headrace.core.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from headrace.explain.report import ExplainReport
@@ -66,6 +66,12 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
+    if args.step == "prefill" and args.prompt_tokens < 2:
+        raise ConfigError(
+            f"--prompt-tokens is {args.prompt_tokens}; a prompt of one token is a decoding step",
+            hint="give 2 or more, or --step decode",
+            param="--prompt-tokens",
+        )
     png: Path | None = args.png
     if png is not None:
         from headrace.explain.report_png import require_matplotlib

@@ -11,11 +11,15 @@ from headrace.core.errors import ConfigError
 # What headrace.ops.lowering has; written here so that the parser imports nothing heavy.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
+DEFAULT_STAGE = "ptx"
 
 
 def add_parser(commands: Commands) -> None:
     parser = add_command(
-        commands, "kernels", "the GPU kernels, compiled stage by stage (no GPU needed)", run_list
+        commands,
+        "kernels",
+        "the GPU's attention kernels, compiled stage by stage (no GPU needed)",
+        run_list,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = add_command(actions, "list", "list the kernels", run_list)
@@ -25,7 +29,7 @@ def add_parser(commands: Commands) -> None:
     show.add_argument(
         "--arch", choices=ARCHITECTURES, default="sm_90", help="the architecture (default: sm_90)"
     )
-    show.add_argument("--stage", choices=STAGES, default="ptx", help="what to print (default: ptx)")
+    show.add_argument("--stage", choices=STAGES, help=f"what to print (default: {DEFAULT_STAGE})")
     show.add_argument(
         "--summary",
         action="store_true",
@@ -43,17 +47,25 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    if args.stage is not None and (args.summary or args.json):
+        flag = "--summary" if args.summary else "--json"
+        raise ConfigError(
+            f"--stage {args.stage} says nothing beside {flag}, which prints numbers instead",
+            hint=f"leave out --stage or {flag}",
+            param="--stage",
+        )
     from headrace.ops.lowering import lower
 
     made = lower(args.name, args.arch)
     if not (args.summary or args.json):
-        if args.stage not in made.texts:
+        stage = args.stage or DEFAULT_STAGE
+        if stage not in made.texts:
             raise ConfigError(
-                f"kernel {made.name} has no stage {args.stage}: Gluon begins with ttgir",
+                f"kernel {made.name} has no stage {stage}: Gluon begins with ttgir",
                 hint=f"--stage {' or '.join(made.texts)}",
                 param="--stage",
             )
-        print(made.texts[args.stage])
+        print(made.texts[stage])
         return 0
     summary = {
         "kernel": made.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 # What is planned for where nothing is said: a conversation that a desktop's model is used for.
 DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
 DEFAULT_KV = "bf16"
-LIST, THIS = "list", "this"
+LIST, THIS, AUTO = "list", "this", "auto"
 
 
 def add_parser(commands: Commands) -> None:
@@ -61,8 +62,9 @@ def add_parser(commands: Commands) -> None:
     )
     add(
         "--kv-format",
-        choices=tuple(FORMATS),
-        help=f"format of cached keys and values (default: {DEFAULT_KV})",
+        choices=(AUTO, *FORMATS),
+        help="format of cached keys and values; auto: the smallest that is known to hold on the "
+        f"architecture (default: {DEFAULT_KV})",
     )
     add("--compare", metavar="A,B,C", help="machines to put side by side, separated by commas")
     add("--picture", type=Path, metavar="FILE", help="write the memory layout as an SVG picture")
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args)
     from headrace.engine.plan_changes import alternatives, changes, faster_ways
 
-    plan = _plan(args, args.machine or THIS)
+    plan = _plan(args, THIS if args.machine is None else args.machine)
     fits = plan.layout.mode not in ("none", "disk")
     found, nearest = changes(plan), faster_ways(plan) if fits else alternatives(plan)
     replayed = None if args.routing is None else _replay(plan, args.routing)
@@ -151,7 +153,14 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     spec = read_model(args.model)
     context = args.context or min(DEFAULT_CONTEXT, spec.max_context)
     prompt = args.prompt or min(DEFAULT_PROMPT, max(1, context // 2))
-    work = Workload(context, args.concurrency or 1, args.kv_format or DEFAULT_KV, prompt)
+    kv_format = args.kv_format or DEFAULT_KV
+    if kv_format == AUTO:
+        from headrace.core.kv_accuracy import smallest_that_holds
+
+        # without residual scalars: nobody has calibrated a model that is not here
+        kv_format, why = smallest_that_holds(spec.family, rank=0, usable=frozenset(FORMATS))
+        spec = replace(spec, notes=(*spec.notes, f"--kv-format auto is {kv_format}: {why}"))
+    work = Workload(context, args.concurrency or 1, kv_format, prompt)
     return make_plan(spec, read_machine(machine), work)
 
 

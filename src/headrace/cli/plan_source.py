@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
+from headrace.cli.reporting import note
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.model_spec import ModelSpec
@@ -13,7 +15,7 @@ from headrace.core.plan_bridge import plan_spec_of
 from headrace.core.plan_reading import spec_from_config
 from headrace.core.plan_spec import PlanSpec
 from headrace.machine.known import known_machine, parts
-from headrace.machine.profile import MachineProfile
+from headrace.machine.profile import OVERLAPPED, MachineProfile
 
 THIS = "this"
 
@@ -106,8 +108,26 @@ def read_machine(ref: str) -> MachineProfile:
             )
         from headrace.cli.plan_here import complete
 
-        return complete(MachineProfile.load(path))
+        profile = MachineProfile.load(path)
+        _note_unknown_rates(profile, ref)
+        return complete(profile)
     return known_machine(ref)
+
+
+# Names of rates that are in use (machine.profile lists them), without "_overlapped".
+_KNOWN_RATES = re.compile(
+    r"dram_read(_t\d+)?|hbm_read|pcie_(h2d|d2h|gather)|disk_read|link|cpu_experts_[a-z0-9_]+|"
+    r"[gc]pu_flops_[a-z0-9_]+|kernel_\w+|graph_(launch|kernel|read)|flag_round_trip|thread_wake|"
+    r"op_call|experts_host"
+)
+
+
+def _note_unknown_rates(profile: MachineProfile, source: str) -> None:
+    """Say which rates of a file change nothing, a mistyped name for one."""
+    names = {name.removesuffix(OVERLAPPED) for name in profile.rates}
+    unknown = sorted(name for name in names if _KNOWN_RATES.fullmatch(name) is None)
+    if unknown:
+        note(f"{source}: nothing here uses the rates {', '.join(unknown)}: are they mistyped?")
 
 
 def _rate(gbps: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from headrace.cli.flags import (
     Commands,
@@ -72,6 +73,26 @@ def add_parser(commands: Commands) -> None:
     )
 
 
+def _check_names(args: argparse.Namespace) -> None:
+    """Refuse names that no request could ever carry.
+
+    Raises:
+        ConfigError: an empty model name, or an origin that is none.
+    """
+    for name in args.model_name:
+        if not name.strip():
+            raise ConfigError(
+                "--model-name is empty", hint="give a name or leave it out", param="--model-name"
+            )
+    for origin in args.cors_origin:
+        if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
+            raise ConfigError(
+                f"--cors-origin is {origin!r}; it must be * or SCHEME://HOST[:PORT], without a path",
+                hint="as a browser sends it, for example https://chat.example.com",
+                param="--cors-origin",
+            )
+
+
 def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
     api_key: str | None = args.api_key or os.environ.get(KEY_VARIABLE)
@@ -79,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--api-key is empty", hint="give a key or leave it out", param="--api-key"
         )
+    _check_names(args)
     if args.host not in LOOPBACK and not api_key:
         note(f"warning: {args.host} can be reached from other machines and no --api-key is set")
     config = engine_config(

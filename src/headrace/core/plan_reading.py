@@ -7,7 +7,7 @@ and cached elements, not to compute with them. What it needs and does not find i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.plan_formats import stored_formats
@@ -138,7 +138,7 @@ def _grouped(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, .
 def _windowed_layers(config: Config, layers: int) -> int:
     """How many layers see no more than ``sliding_window`` tokens."""
     family = config.get("model_type")
-    types = [str(t) for t in config.get("layer_types") or ()]
+    types = _names(config, "layer_types")
     if not types and family == "gpt_oss":
         types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     if types:
@@ -157,10 +157,10 @@ def _windowed_layers(config: Config, layers: int) -> int:
 def _hybrid(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ...]:
     """Gated linear attention in most layers, grouped-query attention in the others (Qwen3-Next)."""
     interval = _count(config, "full_attention_interval", default=4)
-    types = [str(t) for t in config.get("layer_types") or ()]
+    types = _names(config, "layer_types")
     full = sum(t == "full_attention" for t in types) if types else layers // interval
-    gated = {**config, "attn_output_gate": True, "layer_types": None}
-    (attention,) = _grouped({**gated, "sliding_window": None}, hidden, full)
+    gated = {**config, "attn_output_gate": True, "layer_types": None, "sliding_window": None}
+    attention = _grouped(gated, hidden, full) if full else ()
     key_heads = _count(config, "linear_num_key_heads")
     value_heads = _count(config, "linear_num_value_heads")
     key_dim = _count(config, "linear_key_head_dim")
@@ -181,7 +181,7 @@ def _hybrid(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ..
         cached=0,
         state=value_heads * key_dim * value_dim + (kernel - 1) * (2 * keys + values),
     )
-    return (attention, linear)
+    return (*attention, linear)
 
 
 def _latent(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ...]:
@@ -233,7 +233,14 @@ def _compressed(config: Config, hidden: int, layers: int) -> tuple[AttentionKind
     base = hidden * q_rank + q_rank * heads * dim + hidden * dim
     fine = hidden * 4 * dim  # keys and gates of two overlapping series
     fine += index_dim * (4 * hidden + q_rank * index_heads) + hidden * index_heads
-    ratios = [int(r) for r in config.get("compress_ratios") or ()][:layers]
+    ratios = _counts(config, "compress_ratios")[:layers]
+    if ratios and (len(ratios) < layers or not set(ratios) <= {0, 4, 128}):
+        raise ConfigError(
+            f"config.json: compress_ratios is {ratios!r}; it must have 0, 4 or 128 for each of {layers} "
+            "layers",
+            hint="is this a language model's config.json, as it was published?",
+            param="compress_ratios",
+        )
     if not ratios:
         ratios = [128, 128, *(4 if i % 2 else 128 for i in range(layers - 2))]
 
@@ -289,8 +296,8 @@ def _mixture(config: Config, hidden: int, layers: int) -> tuple[dict[str, Any], 
     if not shared:
         shared = inner * _count(config, "n_shared_experts", "num_shared_experts", default=0)
     step = _count(config, "decoder_sparse_step", default=1)
-    dense = set(config.get("mlp_only_layers") or ())
-    dense |= set(range(_count(config, "first_k_dense_replace", default=0)))
+    dense = set(_counts(config, "mlp_only_layers"))
+    dense |= set(range(min(layers, _count(config, "first_k_dense_replace", default=0))))
     dense |= {i for i in range(layers) if (i + 1) % step}
     dense &= set(range(layers))
     biased = config.get("model_type") == "gpt_oss"
@@ -317,8 +324,47 @@ def _dense(config: Config, hidden: int) -> int:
 _POSITIVE = frozenset(
     """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     max_position_embeddings full_attention_interval decoder_sparse_step num_experts_per_tok
-    num_experts_per_token experts_per_token sliding_window_pattern _sliding_window_pattern""".split()
+    num_experts_per_token experts_per_token moe_intermediate_size sliding_window_pattern
+    _sliding_window_pattern""".split()
 )
+
+
+def _names(config: Config, name: str) -> list[str]:
+    """A list of words, empty where there is none."""
+    found = _list(config, name, "words")
+    if not all(isinstance(one, str) for one in found):
+        raise _no_list(name, found, "words")
+    return [str(one) for one in found]
+
+
+def _counts(config: Config, name: str) -> list[int]:
+    """A list of whole numbers of at least 0, empty where there is none."""
+    what = "whole numbers of at least 0"
+    found = [
+        n
+        for n in _list(config, name, what)
+        if isinstance(n, int) and not isinstance(n, bool) and n >= 0
+    ]
+    if len(found) < len(_list(config, name, what)):
+        raise _no_list(name, config[name], what)
+    return found
+
+
+def _list(config: Config, name: str, what: str) -> list[object]:
+    found: object = config.get(name)
+    if found is None:
+        return []
+    if not isinstance(found, list):
+        raise _no_list(name, found, what)
+    return cast("list[object]", found)
+
+
+def _no_list(name: str, found: object, what: str) -> ConfigError:
+    return ConfigError(
+        f"config.json: {name} is {found!r}; it must be a list of {what}",
+        hint="is this a language model's config.json, as it was published?",
+        param=name,
+    )
 
 
 def _count(config: Config, *names: str, default: int | None = None) -> int:

@@ -50,7 +50,7 @@ def calibrate(
         HeadraceError: the model cannot be loaded.
     """
     checkpoint = open_checkpoint(ref, progress=progress)
-    ids = load_tokenizer(checkpoint.text).encode(text or calibration_text())
+    ids = load_tokenizer(checkpoint.text).encode(calibration_text() if text is None else text)
     ids = ids[: min(max_tokens, checkpoint.spec.max_context)]
     if len(ids) < min_tokens:
         raise UserError(

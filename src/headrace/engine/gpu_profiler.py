@@ -186,31 +186,37 @@ class GpuStepProfiler(StepProfiler):
             self._record(graphs, size)
         found = self._recorded[size]
         self._labels = []  # replays say nothing; a device that runs the work again does
-        if self._mode == "marked":
-            self._enter()
         recording = found.marked if self._mode == "marked" else found.bracket
         self._swapped = size, graphs.swap(size, recording)
 
     def _record(self, graphs: DecodeGraphs, size: int) -> None:
         labels = self._labels = list[str]()
 
-        def around(work: Work) -> Work:
-            def marked() -> tuple[torch.Tensor, ...]:
+        def bracket(work: Work) -> Work:
+            def bracketed() -> tuple[torch.Tensor, ...]:
                 labels.clear()
                 self._marks.begin()
                 outputs = work()
                 self._mark(leaf.SAMPLING)
                 return outputs
 
+            return bracketed
+
+        def every(work: Work) -> Work:
+            def marked() -> tuple[torch.Tensor, ...]:
+                self._enter()  # in the recorded work: a replay on a GPU calls no operation
+                try:
+                    return bracket(work)()
+                finally:
+                    self._unmark()
+
             return marked
 
-        self._enter()
-        marked = graphs.record(size, around)
-        self._leave()
+        marked = graphs.record(size, every)
         names = list(dict.fromkeys(labels))
         places = np.array([names.index(label) for label in labels])
         self._wake()
-        self._recorded[size] = _Recorded(marked, names, places, graphs.record(size, around))
+        self._recorded[size] = _Recorded(marked, names, places, graphs.record(size, bracket))
         # A recording's first replay starts slowly (2.6 ms instead of 1.3, SmolLM2, H200): let it be one of
         # nobody's row, as those that capturing has run.
         for graph, _ in (marked, self._recorded[size].bracket):
@@ -236,6 +242,9 @@ class GpuStepProfiler(StepProfiler):
         if self._swapped is not None and self._graphs is not None:
             self._graphs.swap(*self._swapped)
         self._swapped = None
+        self._unmark()
+
+    def _unmark(self) -> None:
         if not self._entered:
             return
         self._entered = False

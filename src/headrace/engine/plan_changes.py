@@ -187,8 +187,10 @@ def _more_memory(plan: Plan) -> list[str]:
 
 
 def _gigabytes(nbytes: int) -> str:
-    """Gigabytes, rounded up: what is bought has to be enough. Tenths where a whole one is coarse."""
+    """Rounded up, since what is bought has to be enough: whole gigabytes, tenths of them, megabytes."""
     size = nbytes / 1e9
+    if size < 0.1:
+        return f"{math.ceil(nbytes / 1e6):,} MB"
     return f"{math.ceil(size):,} GB" if size >= 10 else f"{math.ceil(10 * size) / 10:.1f} GB"
 
 

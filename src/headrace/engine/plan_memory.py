@@ -124,14 +124,14 @@ def fewer_at_once(spec: PlanSpec, machine: MachineProfile, workload: Workload) -
 
     What admission makes of a load whose KV cache would push weights out of VRAM: the most sequences beside
     all weights in VRAM, the most that a GPU with experts in host memory takes, and fewer, which leave more
-    slots to the experts. These are the same for every load, so that a larger one is never the slower.
+    slots to the experts. These are the same for every load, so that a larger one is not the slower.
     """
 
     def laid_out(count: int) -> Layout:
         return lay_out(spec, machine, replace(workload, concurrency=count))
 
     counts = {n for n in _round_counts(workload.concurrency) if n < workload.concurrency}
-    for modes in (("vram",), ("vram", "ram")):
+    for modes in (("vram",), ("vram", "ram", "disk")):
         low, high = 0, workload.concurrency
         while high - low > 1:
             middle = (low + high) // 2
@@ -139,7 +139,7 @@ def fewer_at_once(spec: PlanSpec, machine: MachineProfile, workload: Workload) -
         counts |= {low} - {0}
     found = {count: laid_out(count) for count in counts}
     whole = max((n for n, layout in found.items() if layout.mode == "vram"), default=0)
-    return {n: layout for n, layout in found.items() if n == whole or layout.mode == "ram"}
+    return {n: one for n, one in found.items() if n == whole or one.mode in ("ram", "disk")}
 
 
 def _round_counts(most: int) -> list[int]:

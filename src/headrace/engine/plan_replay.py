@@ -8,12 +8,18 @@ plan's slots, the machine's rates and the plan's price of everything that is no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from headrace.core.errors import ConfigError
 from headrace.engine.plan import Plan, path_rates
 from headrace.experts.cache_policy import CacheShape, LruPolicy, ValuePolicy
 from headrace.experts.replay import visits_of
-from headrace.experts.simulate import Prediction, SimulatedMachine, simulate
+from headrace.experts.simulate import (
+    Prediction,
+    SimulatedMachine,
+    machine_from_profile,
+    simulate,
+)
 from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
 from headrace.explain import leaf
 from headrace.explain.engine_model import EngineModel, engine_model, measured
@@ -74,20 +80,20 @@ def replay_routing(
 
 
 def _machine(plan: Plan, engine: EngineModel) -> SimulatedMachine:
-    """The plan's machine as the simulation takes it."""
+    """The plan's machine as the simulation takes it: rates of both paths as measured, where they were."""
     assert plan.speed is not None
-    link, cpu = path_rates(plan.machine, engine)
     nbytes = max(1, plan.spec.expert_nbytes // SLICES)
-    paths = PathRates(link, cpu, nbytes, FETCH_LATENCY_S, CPU_LATENCY_S)
     reach = 1.0 if measured(plan.machine, "hbm") else engine.reach.get("hbm", 1.0)
     gpu = plan.machine.rates["hbm_read"].value * reach * engine.kernel.get("hbm", 1.0)
-    others = _seconds(plan.speed.decode, ends=False)
-    return SimulatedMachine(
-        paths,
-        gpu,
-        dense_s=others / plan.spec.moe_layers,
-        step_s=_seconds(plan.speed.decode, ends=True),
-    )
+    dense_s = _seconds(plan.speed.decode, ends=False) / plan.spec.moe_layers
+    step_s = _seconds(plan.speed.decode, ends=True)
+    fmt = plan.spec.formats.get("experts", "")
+    if f"cpu_experts_{fmt}" in plan.machine.rates:
+        found = machine_from_profile(plan.machine, fmt, nbytes, dense_s=dense_s, step_s=step_s)
+        return replace(found, gpu_gbps=gpu)
+    link, cpu = path_rates(plan.machine, engine)
+    paths = PathRates(link, cpu, nbytes, FETCH_LATENCY_S, CPU_LATENCY_S)
+    return SimulatedMachine(paths, gpu, dense_s=dense_s, step_s=step_s)
 
 
 def _seconds(step: StepTime, *, ends: bool) -> float:

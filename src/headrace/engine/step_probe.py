@@ -5,8 +5,8 @@
 request in an engine of its own. Classes are timed as in a watched step, in the kernels themselves, so that
 what calling them from Python takes is known beside them; probed one by one, small products came out a third
 too fast, since the call that was taken off them had been measured with colder caches than theirs. Everything
-is read cold: the stack is larger than caches, or is the whole model. Medians, as of the steps that are
-compared with them.
+is read cold: the stack is larger than caches, or is the whole model. The middle steps count, as of those that
+are compared with them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def layers_to_time(model: RunningModel) -> int:
 def _forwards(
     decoder: Decoder, kv: Sequence[LayerKV], profiler: StepProfiler, context: int
 ) -> Times:
-    """Median seconds by class of a token after ``context`` others, its logits included."""
+    """Seconds by class of a token after ``context`` others, its logits included."""
     size = profiler.model.block_tokens
     chunk = ScheduledChunk(0, (0,), context - 1, tuple(range(-(-context // size))), True)
     seen: list[Times] = []
@@ -114,12 +114,19 @@ def _forwards(
         times = {ident: s for ident, (_, s) in profiler.classes().items()}
         known = sum(s for ident, s in times.items() if ident != leaf.LAUNCHES)
         seen.append({**times, leaf.LAUNCHES: max(seconds - known, 0.0)})
-    return _medians(seen[WARM_UP:])
+    return middle_step(seen[WARM_UP:])
 
 
-def _medians(seen: Sequence[Times]) -> Times:
-    names = {name for one in seen for name in one}
-    return {name: median(one.get(name, 0.0) for one in seen) for name in names}
+def middle_step(seen: Sequence[Times]) -> Times:
+    """The mean by class of the middle half of the steps, by what they took in all.
+
+    Medians of each class by itself add up to less than the median step, where now one class is interrupted
+    and now another.
+    """
+    ordered = sorted(seen, key=lambda times: sum(times.values()))
+    middle = ordered[len(ordered) // 4 : -(len(ordered) // 4) or None]
+    names = {name for one in middle for name in one}
+    return {name: sum(one.get(name, 0.0) for one in middle) / len(middle) for name in names}
 
 
 def _rates(model: RunningModel, short: Times, long: Times, how: str) -> dict[str, Rate]:

@@ -10,6 +10,8 @@ full rate while the GPU computes, and the CPU, which has to compute each expert 
 of it. Routers with favourites touch fewer experts than D(T), so the true crossover lies higher, never
 lower.
 
+The engine's own rule is simpler (``experts.stream``): rates do not enter it yet.
+
 Pure arithmetic: no tensors here.
 """
 

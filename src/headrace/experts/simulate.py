@@ -77,7 +77,7 @@ def machine_from_profile(
         names = ("pcie_gather", "pcie_h2d")
         pcie, pcie_alone = (profile_rate(profile, names, overlapped=o) for o in (True, False))
     round_trip = profile.rates.get("flag_round_trip")
-    launch = profile.rates.get("kernel_launch_in_graph")
+    launch = profile.rates.get("graph_kernel")
     return SimulatedMachine(
         PathRates(
             pcie,

@@ -27,7 +27,12 @@ def test_the_path_is_data_and_what_was_measured_is_a_note(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), (b"\xff\xfe\x00", "not UTF-8"), (b"too short", "at least 256")],
+    [
+        (None, "No such file"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"too short", "at least 256"),
+        (b"", "at least 256"),
+    ],
 )
 def test_texts_that_will_not_do_are_refused(content, message, capsys, tmp_path):
     text = tmp_path / "text.txt"

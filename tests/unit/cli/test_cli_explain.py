@@ -89,3 +89,8 @@ def test_png(tmp_path: Path):
         pytest.skip("matplotlib is not installed")
     write_png(report(), 1e12, 1e9, tmp_path / "roof.png")
     assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prompt_of_one_token_has_no_prefill(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", "tiny", "--step", "prefill", "--prompt-tokens", "1"]) == 2
+    assert "--prompt-tokens is 1" in capsys.readouterr().err

@@ -41,6 +41,14 @@ def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "ttgir" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--summary", "--json"])
+def test_a_stage_that_would_not_be_printed_is_refused(
+    flag: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["kernels", "show", "decode_bf16", "--stage", "ptx", flag]) == 2
+    assert f"--stage ptx says nothing beside {flag}" in capsys.readouterr().err
+
+
 @needs_triton
 @pytest.mark.slow
 def test_kernels_are_listed_and_shown_at_each_stage():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -337,3 +338,40 @@ def test_no_speed_has_an_exponent(capsys):
         capsys, "opt-13b", "--machine", "rtx-4090", "--context", "2048", "--concurrency", "9"
     )
     assert "e+0" not in text
+
+
+def test_small_sizes_are_not_called_a_tenth_of_a_gigabyte(tmp_path, capsys):
+    gpu = known_machine("rtx-4090").gpu
+    assert gpu is not None
+    box = tmp_path / "box.json"
+    small = replace(gpu, memory_nbytes=760 * 10**6)  # 10 MB beside the reserve
+    replace(known_machine("rtx-4090"), gpu=small).save(box)
+    text = said(capsys, "tiny", "--machine", str(box), "--context", "64")
+    (line,) = [line for line in text.splitlines() if line.startswith("faster")]
+    assert re.search(r"stored as \w+ \(\d+ MB\)", line)
+
+
+def test_a_mistyped_rate_of_a_profile_is_not_passed_over(tmp_path, capsys):
+    machine, box = known_machine("rtx-4090"), tmp_path / "box.json"
+    rates = {**machine.rates, "hbm_reed": Rate(5.0, "GB/s", "alone", "by hand")}
+    replace(machine, rates=rates).save(box)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(box)]) == 0
+    assert "nothing here uses the rates hbm_reed" in capsys.readouterr().err
+    machine.save(box)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(box)]) == 0
+    assert "rates" not in capsys.readouterr().err
+
+
+def test_an_empty_machine_is_not_this_one(capsys):
+    assert main(["plan", "gpt-oss-20b", "--machine", ""]) == 2
+    assert "--machine: '' is not in the catalogue" in capsys.readouterr().err
+
+
+def test_the_cache_format_that_is_known_to_hold(capsys):
+    words = ("--machine", "h200", "--kv-format", "auto")
+    text = said(capsys, "llama-3.1-8b", *words)
+    assert "KV cache in nvfp4k-fp8v" in text
+    assert "SmolLM2-135M" in text
+    text = said(capsys, "gpt-oss-20b", *words)  # nobody has measured it
+    assert "KV cache in bf16" in text
+    assert "--kv-format auto is bf16" in text

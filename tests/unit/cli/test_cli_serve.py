@@ -71,3 +71,18 @@ def test_an_empty_key_is_refused(
     assert main(["serve", "toy", "--api-key", ""]) == 2
     assert served == []
     assert "--api-key is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--model-name", ""),
+        ("--model-name", "  "),
+        ("--cors-origin", ""),
+        ("--cors-origin", "chat.example.com"),
+        ("--cors-origin", "https://chat.example.com/"),
+    ],
+)
+def test_names_that_no_request_carries_are_refused(flag, value, capsys):
+    assert main(["serve", "tiny", flag, value]) == 2
+    assert flag in capsys.readouterr().err

@@ -285,3 +285,29 @@ def test_what_is_not_known_is_said_or_refused():
         spec_from_config({**LLAMA_8B, "torch_dtype": "float7"})
     with pytest.raises(ConfigError, match="at most 10,000"):
         spec_from_config({**LLAMA_8B, "num_hidden_layers": 10**12})
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value"),
+    [
+        ("deepseek-v4-flash", "compress_ratios", -1),
+        ("deepseek-v4-flash", "compress_ratios", ["a", 3]),
+        ("deepseek-v4-flash", "compress_ratios", [4, 128]),  # of 43 layers
+        ("deepseek-v4-flash", "compress_ratios", [7] * 43),
+        ("qwen3-30b-a3b", "mlp_only_layers", 1.5),
+        ("qwen3-30b-a3b", "mlp_only_layers", [True]),
+        ("qwen3-30b-a3b", "layer_types", "full_attention"),
+        ("qwen3-30b-a3b", "layer_types", [None]),
+        ("glm-4.7", "moe_intermediate_size", 0),
+    ],
+)
+def test_lists_and_counts_that_are_none_are_refused(model, key, value):
+    with pytest.raises(ConfigError, match=key):
+        spec_from_config({**bundled_model(model).config, key: value})
+
+
+def test_counts_beyond_the_layers_cost_no_memory():
+    spec = spec_from_config({**QWEN, "first_k_dense_replace": 10**30})
+    assert spec.moe_layers == 0
+    config = {**bundled_model("qwen3.6-35b-a3b").config, "num_hidden_layers": 2}
+    assert [kind.name for kind in spec_from_config(config).attention] == ["linear"]

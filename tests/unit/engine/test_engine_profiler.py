@@ -19,7 +19,7 @@ LAYERS = 8  # of the embedded model
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    loaded = Engine.load(EngineConfig("tiny", context=128, threads=2))
+    loaded = Engine.load(EngineConfig("tiny", context=128, threads=2, device="cpu"))
     yield loaded
     loaded.close()
 
@@ -29,7 +29,9 @@ def test_every_class_of_a_step_is_seen_and_the_sum_is_the_step(engine: Engine):
 
 
 def test_the_reference_backend_times_the_same_classes():
-    loaded = Engine.load(EngineConfig("tiny", context=64, threads=2, backend="reference"))
+    loaded = Engine.load(
+        EngineConfig("tiny", context=64, threads=2, backend="reference", device="cpu")
+    )
     check_classes(loaded)
     loaded.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from headrace.engine.plan import Plan, make_plan
 from headrace.engine.plan_memory import Workload
 from headrace.engine.plan_replay import MOST_TOKENS, replay_routing
 from headrace.machine.known import known_machine
+from headrace.machine.profile import Rate
 
 LAYERS, EXPERTS, TOP = 24, 32, 4  # gpt-oss-20b
 # What the catalogue and engines.toml say of an RTX 4060 laptop: 256 GB/s, 0.834 and 0.822 of it reached.
@@ -53,6 +55,22 @@ def test_experts_that_never_come_back_in_time_all_miss_and_take_both_paths():
     wanted = replayed.num_steps * LAYERS * TOP * found.spec.expert_nbytes
     assert moved == pytest.approx((1 - replayed.hit_rate) * wanted, rel=1e-3)
     assert 0 < replayed.fetched_nbytes < moved
+
+
+def test_measured_rates_of_both_paths_are_taken():
+    """A link of 1 GB/s and a CPU of 3: of four slices that miss, one is fetched and three computed."""
+    machine = known_machine("rtx-4060-laptop")
+    measured = {
+        "pcie_gather": Rate(1.0, "GB/s", "alone", "measured"),
+        "cpu_experts_mxfp4": Rate(3.0, "GB/s", "alone", "measured"),
+    }
+    spec = bundled_model("gpt-oss-20b").spec()
+    box = replace(machine, rates={**machine.rates, **measured})
+    found = make_plan(spec, box, Workload(8192))
+    chosen = itertools.cycle([[i, i + 1, i + 2, i + 3] for i in range(0, EXPERTS, TOP)])
+    replayed = replay_routing(found, [[next(chosen) for _ in range(80)]] * LAYERS, EXPERTS)
+    share = replayed.fetched_nbytes / (replayed.fetched_nbytes + replayed.cpu_nbytes)
+    assert share == pytest.approx(1 / 4, abs=0.08)  # whole slices of a layer's misses
 
 
 def test_a_long_routing_is_cut_to_what_is_said():

@@ -36,7 +36,9 @@ QUESTIONS = (
 
 
 def load(**changes):
-    return Engine.load(EngineConfig(**{"model": "smollm2", "context": 2048, **changes}))
+    return Engine.load(
+        EngineConfig(**{"model": "smollm2", "context": 2048, "device": "cpu", **changes})
+    )
 
 
 @pytest.fixture(scope="module")

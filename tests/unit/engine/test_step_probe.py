@@ -11,7 +11,7 @@ from headrace.core.model_spec import LayerSpec
 from headrace.engine.engine import Engine
 from headrace.engine.profiler import running_model
 from headrace.engine.stand_in import stand_in
-from headrace.engine.step_probe import layers_to_time, probe_steps
+from headrace.engine.step_probe import layers_to_time, middle_step, probe_steps
 from headrace.explain import leaf
 from headrace.explain.kernel_rates import predict
 from headrace.explain.running_cost import RunningModel, Stored, decode_rows
@@ -97,3 +97,12 @@ def test_of_a_cache_that_is_quantised_attention_is_not_predicted(quick: None):
     rates = probe_steps(ops, replace(model, kv_format=sealed))
     assert "kernel_attention_decode" not in rates
     assert "layer_calls" in rates
+
+
+def test_classes_of_the_middle_steps_add_up_to_the_middle_step():
+    # Each class is interrupted once, the steps take 4, 3, 12, 3, 5, 30, 3, 4: the middle ones 3, 4, 4, 5.
+    steps = [(2.0, 2.0), (1.0, 2.0), (2.0, 10.0), (1.0, 2.0), (4.0, 1.0), (29.0, 1.0), (2.0, 1.0)]
+    steps.append((1.0, 3.0))
+    found = middle_step([{"a": a, "b": b} for a, b in steps])
+    assert found == {"a": (2 + 2 + 1 + 4) / 4, "b": (1 + 2 + 3 + 1) / 4}
+    assert middle_step([{"a": 1.0}, {"b": 3.0}]) == {"a": 0.5, "b": 1.5}

@@ -129,11 +129,12 @@ def test_a_machine_from_its_profile() -> None:
             "cpu_experts_mxfp4": rate(84.0),
             "cpu_experts_mxfp4_overlapped": rate(73.0, overlapped=True),
             "flag_round_trip": Rate(3.7e-6, "s", "alone", "test"),
+            "graph_kernel": Rate(0.6e-6, "s", "alone", "test"),
         },
     )
     machine = machine_from_profile(profile, "mxfp4", 4096, dense_s=1e-5)
     assert machine.paths == PathRates(49.0, 73.0, 4096, 0.0, 3.7e-6, 51.0, 84.0)
-    assert (machine.gpu_gbps, machine.dense_s) == (3500.0, 1e-5)
+    assert (machine.gpu_gbps, machine.dense_s, machine.plan_s) == (3500.0, 1e-5, 0.6e-6)
     with pytest.raises(ConfigError, match="cpu_experts_bf16"):
         machine_from_profile(profile, "bf16", 4096)
 

@@ -123,7 +123,7 @@ def test_the_shipped_model_writes_what_transformers_writes() -> None:
             prompt, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(prompt)
         )
     want = whole[0, prompt.shape[1] :].tolist()
-    engine = Engine.load(EngineConfig("tiny", threads=1, backend="reference"))
+    engine = Engine.load(EngineConfig("tiny", threads=1, backend="reference", device="cpu"))
     sampling = SamplingParams(temperature=0.0, max_tokens=24)
     engine.submit(GenerationRequest("a", tuple(prompt[0].tolist()), sampling))
     ids: list[int] = []
