@@ -95,7 +95,7 @@ class Bench:
             Activation("swiglu_clamped"),
             self.block,
             self.fields,
-            ServiceOptions(threads, chosen, idle_s=1.0),
+            ServiceOptions(threads, chosen, apart=False, idle_s=1.0),
         )
         f = self.fields
         self.header = self.block[f.header : f.header + 64].view(torch.int32)

@@ -15,7 +15,7 @@ import torch
 from benchmarks.residency import geometry as geo
 from benchmarks.residency.kernels import read_only, timed
 from headrace.experts.executor import ExecutorShape
-from headrace.experts.gpu_paths import GpuPaths
+from headrace.experts.gpu_paths import GpuPaths, geometry_of
 from headrace.experts.model_layout import ExpertKind, model_layouts
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
@@ -23,9 +23,11 @@ from headrace.experts.slab_pack import read_slab
 from headrace.experts.store import HostStore
 from headrace.formats.base import dequantize
 from headrace.machine.device import CudaDevice
+from headrace.ops import registry
 from headrace.ops.records import Activation
+from headrace.ops.triton.expert_chunk import BLOCKS, GroupedChunk, GroupedTuning
 from headrace.ops.triton.expert_plan import COUNT_HITS
-from headrace.ops.triton.experts import BlockTuning, Tuning, slice_product
+from headrace.ops.triton.experts import BlockTuning, Tuning
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8
 ACT = Activation()
@@ -80,6 +82,44 @@ class Bench:
         return per * self.layout.num_slices * TOP_K * len(self.lists)
 
 
+def prompts(gate_up: str, down: str, tokens: int, replays: int = 5) -> dict[str, Any]:
+    """ms of a chunk's products, all experts resident: grouped, and TFLOP/s of what was routed."""
+    bench = Bench(gate_up, down, None, EXPERTS)
+    paths, keys = bench.paths, EXPERTS * bench.layout.num_slices
+    x = torch.randn(tokens, HIDDEN, device="cuda")
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices.int()
+    weights = torch.full((tokens, TOP_K), 1 / TOP_K, device="cuda")
+    work = np.stack([np.arange(keys), np.arange(keys), np.full(keys, -1)], 1).astype(np.int32)
+    found: dict[str, Any] = {"gate_up": gate_up, "down": down, "tokens": tokens}
+    layers = [geometry_of(registry.gpu_experts(), bench.layout)]
+    for name, blocks in CHUNK_TILES.items():
+        chunk = GroupedChunk(layers, paths.state, paths.arena, ACT, blocks=blocks)
+        times = []
+        for _ in range(replays + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            chunk.begin(0, x, ids, weights)
+            chunk.stage(work, [keys])
+            chunk.compute(0)
+            out = chunk.finish()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        assert bool(torch.isfinite(out).all())
+        seconds = min(times[1:])
+        flops = tokens * TOP_K * 2 * 3 * HIDDEN * INTERMEDIATE
+        found[name] = {"ms": round(seconds * 1e3, 2), "tflops": round(flops / seconds / 1e12, 1)}
+    return found
+
+
+CHUNK_TILES = {
+    "default": BLOCKS,
+    "64x64": GroupedTuning(*[((64, 64, 64, 4, 2), (64, 64, 64, 4, 2))] * 3),
+    "64x64x32": GroupedTuning(*[((64, 64, 32, 4, 3), (64, 64, 32, 4, 3))] * 3),
+    "64x128x64": GroupedTuning(*[((64, 128, 64, 4, 2), (64, 128, 64, 4, 2))] * 3),
+    "128x128": GroupedTuning(*[((128, 128, 64, 8, 2), (128, 128, 64, 8, 2))] * 3),
+}
+
+
 class _Many:
     """A store that repeats its experts."""
 
@@ -94,7 +134,7 @@ class _Many:
 
 
 def check(fmt: str) -> dict[str, Any]:
-    """Errors of products against float64, and whether a dequantised slice is the reference's."""
+    """Errors of products against float64, of a decoding step and of a prompt."""
     start = time.perf_counter()
     bench = Bench(fmt, fmt, None, 8)
     whole = read_slab(bench.store.slab(0, 0), bench.layout)
@@ -111,32 +151,16 @@ def check(fmt: str) -> dict[str, Any]:
     place = int(entries[np.flatnonzero(entries[:, 0] % (2 * slices) == 0)[0], 2])
     found = bench.paths.launcher.partial[place].double().sum(0)
     error = float((found - want).abs().max() / want.abs().max())
-    piece = bench.store.slab(0, 0).to("cuda")
-    geometry = bench.paths.launcher._layers[0]
-    many = sum(slice_product(geometry, part, bench.x, ACT)[0].double() for part in piece)
+    chunk = bench.paths.chunk(ACT)
+    ids = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    chunk.begin(0, bench.x, ids, torch.ones(1, 1, device="cuda"))
+    chunk.stage(np.array([(n, n, -1) for n in range(slices)], np.int32), [slices])
+    chunk.compute(0)
+    many = chunk.finish()[0].double()
     tiles = float((many - want).abs().max() / want.abs().max())
-    exact = same_bits(bench, whole)
     return {
-        "format": fmt, "error": error, "bf16_error": tiles, "exact": exact,
-        "seconds": time.perf_counter() - start,
+        "format": fmt, "error": error, "bf16_error": tiles, "seconds": time.perf_counter() - start
     }  # fmt: skip
-
-
-def same_bits(bench: Bench, whole: Any) -> bool:
-    """Whether unpacked matrices are the references', rounded once to bfloat16."""
-    from headrace.ops.triton import expert_slice
-
-    layers = bench.paths.launcher._layers
-    got = [
-        [expert_slice._matrix(layers[0], part.cuda(), which, rows, cols) for part in bench.store.slab(0, 0)]
-        for which, rows, cols in ((0, 2 * bench.layout.width, HIDDEN), (1, HIDDEN, bench.layout.width))
-    ]  # fmt: skip
-    gate_up = torch.cat(got[0]).cpu()
-    down = torch.cat(got[1], 1).cpu()
-    pairs = (
-        (gate_up[0::2], whole.gate), (gate_up[1::2], whole.up), (down, whole.down),
-    )  # fmt: skip
-    return all(torch.equal(a, dequantize(b[0]).to(torch.bfloat16)) for a, b in pairs)
 
 
 def speed(fmt: str, tuning: BlockTuning | None, down: str | None = None) -> dict[str, Any]:
@@ -168,7 +192,14 @@ def main() -> None:
         help="programs,warps,rows,columns,terms and those of gate/up",
         default=[],
     )
+    parser.add_argument("--prompts", help="tokens, with commas: time chunks and stop")
     args = parser.parse_args()
+    if args.prompts:
+        for pair in args.formats.split(","):
+            fmt, _, down = pair.partition("/")
+            for tokens in map(int, args.prompts.split(",")):
+                print(prompts(fmt, down or fmt, tokens), flush=True)
+        return
     if args.check:
         for fmt in args.check.split(","):
             try:

@@ -103,7 +103,7 @@ def timed(work: Any, repeats: int = 5) -> float:
 
 def speeds(paths: GpuPaths, tuning: GroupedTuning, tokens: int, halves: str) -> dict[str, float]:
     geometry = geometry_of(registry.gpu_experts(), paths.layout)
-    chunk = GroupedChunk(geometry, paths.state, paths.arena, ACT, tuning)
+    chunk = GroupedChunk([geometry], paths.state, paths.arena, ACT, tuning)
     chunk.begin(0, *routed(tokens))
     work = entries(paths.layout)
     chunk.stage(work, [len(work)])

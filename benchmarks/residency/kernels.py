@@ -185,6 +185,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"overlap": False},
     {"gate_up_tiles": 6, "down_warps": 4},
+    {"whole": True},
 ]
 
 
@@ -195,7 +196,7 @@ def matvec(bench: Bench, rate: float) -> list[dict[str, Any]]:
     for change in VARIANTS:
         launcher = bench.make(replace(expert_launch.Tuning(), **change))
         launcher.prepare(bench.x)
-        for which in ("gate_up", "down", None):
+        for which in (None,) if change.get("whole") else ("gate_up", "down", None):
             rows.append({"kernel": which or "both", **change, **one(bench, launcher, which, rate)})
             print(rows[-1], flush=True)
     return rows

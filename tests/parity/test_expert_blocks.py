@@ -10,13 +10,12 @@ import torch
 
 from headrace.core.numeric import FORMATS
 from headrace.experts.executor import ExecutorShape
-from headrace.experts.gpu_paths import GpuPaths, geometry_of
+from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.request_block import request_block
 from headrace.experts.slab_pack import layouts_of
 from headrace.experts.store import HostStore, build_store
 from headrace.machine.device import CudaDevice, HostDevice
 from headrace.ops.records import Activation, ExpertWeights
-from headrace.ops.registry import gpu_experts
 from tests.fixtures.cpu_oracle import activation, values_of
 from tests.fixtures.expert_slabs import CLAMPED, SILU, matrix
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton
@@ -128,22 +127,27 @@ def test_every_format_gives_the_float64_result(name: str) -> None:
 
 @pytest.mark.parametrize("kinds", MIXED, ids=lambda kinds: "+".join("/".join(k) for k in kinds))
 def test_layers_of_different_formats_share_slots(kinds: list[tuple[str, str]]) -> None:
-    slice_product = gpu_experts().slice_product
     layers = [experts_of(g, d, 256, 512, seed=i) for i, (g, d) in enumerate(kinds)]
     store = store_of(layers)
     paths = paths_of(store, SILU)
-    geometry = [geometry_of(gpu_experts(), x, store.layout.slice_nbytes) for x in store.layouts]
+    chunk, keys = paths.chunk(SILU), EXPERTS * store.layout.num_slices
+    ids = torch.tensor([[0, 1], [1, -1], [1, 0]], dtype=torch.int32, device=DEVICE)
+    weights = torch.tensor([[1.0, 0.5], [2.0, 0.0], [0.25, 1.0]], device=DEVICE)
     for layer, experts in enumerate(layers):
         x, used = inputs(experts, 256, seed=layer), kinds[layer]
         want = expected(experts, x, SILU)
         assert error(computed(paths, store, layer, x), want) < (
             TERMS if TERM_FORMATS.intersection(used) else FLOATS
         )
-        for expert in (0, EXPERTS - 1):
-            slab = store.slab(layer, expert).to(DEVICE)
-            parts = (slice_product(geometry[layer], part, x.to(DEVICE), SILU) for part in slab)
-            whole = sum(part.cpu().numpy() for part in parts)
-            assert error(whole, want[expert]) < BFLOAT16
+        # A prompt's chunk: tokens 0, 1 and 0 once more.
+        chunk.begin(layer, x[[0, 1, 0]].to(DEVICE), ids, weights)
+        chunk.stage(
+            np.array([(layer * keys + key, key, -1) for key in range(keys)], np.int32), [keys]
+        )
+        chunk.compute(0)
+        a, b = want
+        whole = np.stack([a[0] + 0.5 * b[0], 2 * b[1], a[0] + 0.25 * b[0]])
+        assert error(chunk.finish().cpu().numpy(), whole) < BFLOAT16
     store.close()
 
 

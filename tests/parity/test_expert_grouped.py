@@ -13,10 +13,12 @@ from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import slab_layout
+from headrace.experts.slab_pack import read_slab
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import CudaDevice, HostDevice
 from headrace.ops.records import Activation
+from tests.fixtures.cpu_oracle import values_of
 from tests.fixtures.slabs import expert_float64
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton
@@ -27,9 +29,12 @@ LAYERS, EXPERTS, SLICES = 2, 5, 2
 ACT = Activation("swiglu_clamped")
 
 
-@pytest.fixture(scope="module", params=["mxfp4", "bf16"])
+@pytest.fixture(scope="module", params=["mxfp4", "bf16", "q8_0", "q4_1 q5_0"])
 def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
-    layout = slab_layout(request.param, 96, 64, has_bias=True, num_slices=SLICES)
+    formats = request.param.split()
+    layout = slab_layout(
+        formats[0], 96, 64, has_bias=True, num_slices=SLICES, down_format=formats[-1]
+    )
     made = random_store(layout, LAYERS, EXPERTS, seed=3, threads=1, pin=DEVICE.type == "cuda")
     yield made
     made.close()
@@ -52,11 +57,20 @@ def _want(store: HostStore, layer: int, x: torch.Tensor, ids: list[list[int]], w
     for t, row in enumerate(ids):
         for j, expert in enumerate(row):
             if expert >= 0:
-                y = expert_float64(
-                    store.layout, store.slab(layer, expert), x[t].double().numpy(), ACT
-                )
+                y = _float64(store, layer, expert, x[t].double().numpy())
                 want[t] += float(weights[t, j]) * y
     return want
+
+
+def _float64(store: HostStore, layer: int, expert: int, x: np.ndarray) -> np.ndarray:
+    layout, slab = store.layouts[layer], store.slab(layer, expert)
+    if layout.format in ("mxfp4", "bf16"):
+        return expert_float64(layout, slab, x, ACT)
+    e = read_slab(slab, layout)
+    bias = [b[0].double().numpy() for b in (e.gate_bias, e.up_bias, e.down_bias)]
+    g, u = values_of(e.gate[0]) @ x + bias[0], values_of(e.up[0]) @ x + bias[1]
+    g, u = np.minimum(g, ACT.limit), np.clip(u, -ACT.limit, ACT.limit)
+    return values_of(e.down[0]) @ (g / (1 + np.exp(-ACT.alpha * g)) * (u + 1)) + bias[2]
 
 
 def _random(tokens: int, seed: int, top_k: int = 2):

@@ -69,7 +69,50 @@ def spec(
     }
 
 
+# A packed matrix of 2,048 columns: strides of codes and of scales.
+STRIDES = {"q4_k": (1152, 1152), "q6_k": (1536, 144), "iq4_xs": (1088, 1088)}
+
+
+def packed_linear(name: str, tokens: int):
+    (codes, scales), by_terms = STRIDES[name], name != "iq4_xs"
+    return spec(
+        "packed_few", "packed_linear_kernel",
+        {"F0": name, "T0": by_terms, "CS0": codes, "SS0": scales, "COUNT": 1, "K": 2048,
+         "TOKENS": tokens, "ROWS": 16, "COLS": 256, "SPLIT": 4 if by_terms else 1, "AHEAD": 2,
+         "HAS_RESIDUAL": True}
+        | dict.fromkeys(("F1", "F2"), "")
+        | dict.fromkeys(("T1", "T2", "HAS_B0", "HAS_B1", "HAS_B2"), False)
+        | dict.fromkeys(("CS1", "CS2", "SS1", "SS2"), 0),
+        warps=8 if by_terms else 4, terms="*i32",
+        **dict.fromkeys(("c0", "c1", "c2", "s0", "s1", "s2"), "*u8"),
+    )  # fmt: skip
+
+
 SPECS = [
+    packed_linear("q4_k", 1),
+    packed_linear("q6_k", 4),
+    packed_linear("iq4_xs", 1),
+    spec(
+        "packed_many", "expand_kernel",
+        {"CODE_STRIDE": 1152, "SCALE_STRIDE": 1152, "FORMAT": "q4_k", "K": 2048, "ROWS": 16,
+         "COLS": 256},
+        codes="*u8", scales="*u8", out="*bf16",
+    ),
+    spec(
+        "packed_many", "packed_embed_kernel",
+        {"CODE_STRIDE": 1536, "SCALE_STRIDE": 144, "FORMAT": "q6_k", "K": 2048, "ROWS": 1,
+         "COLS": 256},
+        warps=1, codes="*u8", scales="*u8", ids="*i64", count="i32",
+    ),
+    spec(
+        "expert_grouped_blocks", "block_grouped_gate_up",
+        {"SLICE_NBYTES": 921600, "AT_CODES": 0, "AT_SCALES": 0, "AT_FACTORS": 0, "AT_BIAS": 0,
+         "CODE_STRIDE": 1152, "SCALE_STRIDE": 1152, "FORMAT": "q4_k", "FACTORS": 0,
+         "HAS_BIAS": False, "HIDDEN": 2048, "WIDTH": 256, "S": 3, "CLAMPED": False, "ALPHA": 1.702,
+         "LIMIT": 7.0, "ROWS": 64, "TOKENS": 128, "COLS": 64},
+        warps=8, stages=2, arena="*u8", work="*i32", bounds="*i32", order="*i64", x="*bf16",
+        h="*bf16", top_k="i32",
+    ),
     spec("rows", "embed_kernel", {"BLOCK": 1024}, ids="*i64"),
     spec("rows", "rmsnorm_kernel", {"BLOCK": 4096, "PDL": True}),
     spec("rows", "rope_kernel", {"INTERLEAVED": False, "HEADS": 8, "HALF": 32}),

@@ -140,8 +140,8 @@ def _refuse_unused(record: Record, symbols: Symbols, values: dict[str, float]) -
             )
 
 
-def model_values(name: str) -> tuple[dict[str, float], float]:
-    """Symbols of a bundled configuration or of a model that is here, and its bytes a weight.
+def model_values(name: str) -> tuple[dict[str, float], float, int]:
+    """Symbols of a bundled configuration or of a model that is here, its bytes a weight, and its bytes.
 
     Raises:
         HeadraceError: there is none of this name, or its architecture has no kernels here.
@@ -151,13 +151,14 @@ def model_values(name: str) -> tuple[dict[str, float], float]:
 
     if name.rsplit("/", 1)[-1].lower() in bundled_names():
         plan = bundled_model(name).spec()
-        return values_of_plan(plan), plan.weights_nbytes / plan.total_weights
+        nbytes = plan.weights_nbytes
+        return values_of_plan(plan), nbytes / plan.total_weights, nbytes
     from headrace.checkpoint.open import open_checkpoint
     from headrace.core.weight_shapes import num_parameters
 
     checkpoint = open_checkpoint(name)
     average = checkpoint.nbytes / num_parameters(checkpoint.spec).total
-    return values_of(checkpoint.spec, average), average
+    return values_of(checkpoint.spec, average), average, checkpoint.nbytes
 
 
 def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record], Setting]:
@@ -171,15 +172,21 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
     values = given_values(args.set)
     changed = "".join(f", with {name} = {figures(value, 6)}" for name, value in values.items())
     model: str | None = args.model
-    about = ""
+    about, nbytes = "", 0
     if model is not None and model not in symbols.profiles:
-        found, average = model_values(model)
+        found, average, nbytes = model_values(model)
         values = {**found, **values}
         about = f"{model}, {average:.2f} bytes a weight"
     profile = model if model in symbols.profiles else None
 
     def at(record: Record) -> Setting:
-        found = setting(symbols, profile or (DEFAULT if about else record.profile), values, machine)
+        base = profile or (DEFAULT if about else record.profile)
+        found = setting(symbols, base, values, machine)
+        gpu = found.machine.gpu
+        too_large = gpu is not None and nbytes > gpu.memory_nbytes
+        if too_large and found.values.get("n_moe") and "offl" not in values:
+            found = setting(symbols, base, {**values, "offl": 1.0}, machine)
+            return replace(found, about=f"{about}, experts in host memory{changed}")
         return replace(found, about=(about or found.about) + changed)
 
     return at

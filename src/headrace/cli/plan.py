@@ -168,7 +168,11 @@ def _replay(plan: Plan, file: Path) -> Prediction:
     from headrace.core.trace import RoutingTrace
     from headrace.engine.plan_replay import replay_routing
 
-    trace = RoutingTrace.load(file)
+    try:
+        trace = RoutingTrace.load(file)
+    except ConfigError as error:
+        message = f"--routing: {error.message}"
+        raise ConfigError(message, hint=error.hint, param="--routing") from None
     return replay_routing(plan, trace.ids.tolist(), trace.meta.num_experts)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 KV_FORMATS = ("auto", "f32", "bf16", "fp8", "nvfp4k-fp8v")
 DEVICES = ("auto", "cpu", "cuda")
-DENSE_FORMATS = ("bf16", "f16", "f32")
+PACKED = "packed"  # matrices in blocks stay as they are stored
+DENSE_FORMATS = ("bf16", "f16", "f32", PACKED)
 EXPERT_MODES = ("auto", "gpu", "cpu", "stream", "hybrid")
 
 

@@ -11,6 +11,8 @@ class ModelSizes:
 
     total_nbytes: all weights as stored, of which expert_nbytes are experts' matrices. The formats are
     those of matrices: of experts, and of everything else that is not a vector.
+    packed_nbytes: of everything but experts on a GPU that leaves matrices in blocks as they are stored, and
+        makes other numbers bfloat16 (routers and vectors float32).
     expert_kinds: for each layer of experts the format of gate and up, that of down, and whether factors
     belong to blocks; empty where gate and up differ, or experts of a layer do.
     """
@@ -19,4 +21,5 @@ class ModelSizes:
     expert_nbytes: int = 0
     expert_formats: frozenset[str] = frozenset()
     dense_formats: frozenset[str] = frozenset({"bf16"})
+    packed_nbytes: int = 0
     expert_kinds: tuple[tuple[str, str, bool], ...] = ()

@@ -27,6 +27,7 @@ from headrace.explain import leaf
 from headrace.explain.gpu_kernel_rates import ATTENTION_POINTS, FEW_ROWS
 from headrace.explain.running_cost import MATRICES, RunningModel, Stored, rate_name
 from headrace.formats.base import PackedTensor
+from headrace.formats.planes import in_planes
 from headrace.kv.storage import DTYPES
 from headrace.machine.device import Device, Graph
 from headrace.machine.profile import Rate
@@ -174,7 +175,7 @@ class GpuProbe:
 
     def _set(self, shapes: Sequence[Stored]) -> list[PackedTensor]:
         device = self._device.torch_device
-        return [packed(s.format, s.rows, s.cols, device) for s in shapes]
+        return [_matrix(s, device) for s in shapes]
 
     def _product(self, ident: str, x: torch.Tensor, weights: Sequence[PackedTensor]) -> object:
         ops = self._ops
@@ -300,8 +301,8 @@ class GpuProbe:
         block = AttentionBlock(
             norm=self._ones(spec.hidden), eps=1e-5,
             weights=(
-                packed(q.format, q.rows, q.cols, device), packed(k.format, k.rows, k.cols, device),
-                packed(v.format, v.rows, v.cols, device), packed(o.format, o.rows, o.cols, device),
+                _matrix(q, device), _matrix(k, device),
+                _matrix(v, device), _matrix(o, device),
             ),
             biases=(None, None, None, None), q_norm=None, k_norm=None,
             table=RopeTable(cos=half, sin=half, interleaved=False),
@@ -338,6 +339,11 @@ def _points(max_context: int) -> tuple[int, ...]:
     """Lengths up to the model's longest, two at least."""
     shorter = sum(t < max_context for t in ATTENTION_POINTS)
     return ATTENTION_POINTS[: max(shorter + 1, 2)]
+
+
+def _matrix(of: Stored, device: torch.device) -> PackedTensor:
+    """A matrix as the loader leaves it on a GPU."""
+    return in_planes(packed(of.format, of.rows, of.cols, device))
 
 
 def _fewer_rows(stored: Stored, most_nbytes: int) -> Stored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from headrace.checkpoint.fingerprint import weights_hash
 from headrace.checkpoint.open import open_checkpoint
 from headrace.checkpoint.records import Checkpoint, RawTensor
+from headrace.core.block_planes import PACKED_FORMATS
 from headrace.core.config import EngineConfig
 from headrace.core.errors import DoesNotFitError
 from headrace.core.kv_formats import FORMATS
@@ -165,8 +167,17 @@ def model_sizes(checkpoint: Checkpoint) -> ModelSizes:
         expert_nbytes=sum(t.nbytes for t in experts),
         expert_formats=formats(experts, 2),
         dense_formats=formats([t for t in others if "router" not in t.name], 2),
+        packed_nbytes=sum(map(_packed_nbytes, others)),
         expert_kinds=_expert_kinds(checkpoint),
     )
+
+
+def _packed_nbytes(tensor: RawTensor) -> int:
+    """See ``ModelSizes.packed_nbytes``."""
+    elements = math.prod(tensor.shape)
+    if len(tensor.shape) < 2 or "router" in tensor.name:
+        return 4 * elements
+    return tensor.nbytes if tensor.format in PACKED_FORMATS else 2 * elements
 
 
 def _expert_kinds(checkpoint: Checkpoint) -> tuple[tuple[str, str, bool], ...]:

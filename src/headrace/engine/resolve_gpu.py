@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from headrace.core.config import DENSE_FORMATS, EngineConfig
+from headrace.core.config import PACKED, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
@@ -19,11 +19,11 @@ from headrace.engine.choosing import (
     choose_context,
     choose_pool,
     host_budget,
-    one_of,
     require_expert_store,
     why,
 )
 from headrace.engine.expert_rates import STEP_TOKENS, automatic_placement
+from headrace.engine.gpu_choices import choose_dense_format, vram_budget
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
     RESERVE_NBYTES,
@@ -34,6 +34,7 @@ from headrace.engine.vram_plan import (
     ELEMENT_NBYTES,
     VramPlan,
     dense_nbytes,
+    expand_nbytes,
     gpu_workspace_nbytes,
     graphs_nbytes,
     page_scores_nbytes,
@@ -41,15 +42,13 @@ from headrace.engine.vram_plan import (
 from headrace.experts.model_layout import ExpertKind, model_layouts, widest
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.slab import SlabLayout
-from headrace.machine.probe import GpuInfo, Machine
+from headrace.machine.probe import Machine
 from headrace.machine.threads import choose_threads, cpus_apart
 
 # Tokens of a step: enough rows for the tensor cores to be busy (an H200 multiplies 2,048 rows in about
 # the time that it takes to read the weights of 400), and experts that are streamed in for a chunk serve
 # more of its tokens.
 DEFAULT_MAX_BATCH_TOKENS = 2048
-# Other programs draw on the same GPU: a twentieth of what is free now is left to them.
-OTHERS_SHARE = 20
 # Where every expert is in GPU memory, half of what is left serves as KV cache, the rest stays free for
 # the system. Where experts compete for it, KV gets a quarter and slots the rest.
 KV_SHARE, KV_SHARE_BESIDE_SLOTS = 2, 4
@@ -87,7 +86,7 @@ def resolve_on_gpu(
         machine.cpu, config.threads, reserve=1, measured=machine.measured_threads
     )
     chosen("threads", threads.threads, threads.reason)
-    dense = _dense_format(config, spec, sizes, chosen)
+    dense = choose_dense_format(config, spec, sizes, chosen, backend)
     default = ("bf16", "what tensor cores multiply")
     if dense == "f32":
         default = ("f32", "as the matrices")
@@ -96,12 +95,14 @@ def resolve_on_gpu(
     seqs, batch = batch_limits(
         config, DEFAULT_MAX_BATCH_TOKENS, "enough rows to keep the tensor cores busy", chosen
     )
-    budget = _budget(config, gpu, chosen)
+    budget = vram_budget(config, gpu, chosen)
 
     def workspace(context: int) -> int:
         nbytes = gpu_workspace_nbytes(
             spec, context=context, max_batch_tokens=batch, max_num_seqs=seqs
         )
+        if dense == PACKED:
+            nbytes += expand_nbytes(spec)
         if kv.format.centred:
             nbytes += page_scores_nbytes(
                 spec, context=context, block_tokens=block_tokens, max_num_seqs=seqs
@@ -109,7 +110,7 @@ def resolve_on_gpu(
         return nbytes
 
     empty = VramPlan(
-        weights_nbytes=dense_nbytes(spec, dense),
+        weights_nbytes=sizes.packed_nbytes if dense == PACKED else dense_nbytes(spec, dense),
         kv_nbytes=0,
         workspace_nbytes=0,
         graphs_nbytes=graphs_nbytes(spec, max_num_seqs=seqs),
@@ -245,7 +246,7 @@ def _place_experts(
         mixtures = sum(layer.moe for layer in spec.layers)
         everything = mixtures * moe.num_experts * layout.slab_nbytes
     else:
-        everything = num_parameters(spec).experts * ELEMENT_NBYTES[dense]
+        everything = num_parameters(spec).experts * ELEMENT_NBYTES.get(dense, 2)  # packed: bfloat16
     context = config.context or min(spec.max_context, USEFUL_CONTEXT)
     whole = room.with_experts(everything)
     plan = whole.plan(context, workspace(context))
@@ -358,44 +359,3 @@ def _record_slots(
         chosen("expert_slots", slots, f"{what}: what everything else leaves")
     else:
         chosen("expert_slots", asked, f"as configured: {what}, those for transit included")
-
-
-def _dense_format(config: EngineConfig, spec: ModelSpec, sizes: ModelSizes, chosen: Chosen) -> str:
-    """The type of matrices outside of experts, which they are converted to at load."""
-    given = one_of("--dense-format", config.dense_format, DENSE_FORMATS)
-    stored = sizes.dense_formats
-    if given is not None:
-        chosen("dense_format", given, "as configured")
-        return given
-    if len(stored) == 1 and next(iter(stored)) in DENSE_FORMATS:
-        (only,) = stored
-        chosen("dense_format", only, "as stored")
-        return only
-    # float16 has finer steps, but a feed-forward's inner values can exceed its 65,504.
-    mb = [n / 1e6 for n in (sizes.total_nbytes - sizes.expert_nbytes, dense_nbytes(spec, "bf16"))]
-    reason = f"has float32's range on tensor cores; {mb[0]:,.0f} MB become {mb[1]:,.0f} MB at load"
-    chosen("dense_format", "bf16", f"stored as {', '.join(sorted(stored))}: {reason}")
-    return "bf16"
-
-
-def _budget(config: EngineConfig, gpu: GpuInfo, chosen: Chosen) -> int:
-    """Bytes of GPU memory that this process may use, the driver's own for it included."""
-    if config.vram_budget_nbytes is None:
-        budget = gpu.memory_free_nbytes - gpu.memory_free_nbytes // OTHERS_SHARE
-        chosen("vram_budget", budget, f"what is free now, less 1/{OTHERS_SHARE} for others")
-        return budget
-    if config.vram_budget_nbytes > gpu.memory_total_nbytes:
-        raise ConfigError(
-            f"--vram-budget is {config.vram_budget_nbytes} bytes; {gpu.name} has "
-            f"{gpu.memory_total_nbytes}",
-            hint="give less, or leave it out",
-            param="--vram-budget",
-        )
-    if config.vram_budget_nbytes > gpu.memory_free_nbytes:
-        raise DoesNotFitError(
-            f"--vram-budget is {config.vram_budget_nbytes} bytes; other programs leave "
-            f"{gpu.memory_free_nbytes} of {gpu.name}",
-            hint="give less, or end them",
-        )
-    chosen("vram_budget", config.vram_budget_nbytes, "as configured")
-    return config.vram_budget_nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.core.block_planes import EXPAND_NBYTES
 from headrace.core.errors import DoesNotFitError
 from headrace.core.model_spec import ModelSpec
 from headrace.core.weight_shapes import num_parameters
@@ -86,7 +87,7 @@ class VramPlan:
 
 
 def dense_nbytes(spec: ModelSpec, dense_format: str) -> int:
-    """Bytes of everything but experts: matrices in the dense format, vectors and routers float32.
+    """Bytes of everything but experts: matrices in plain floats, vectors and routers float32.
 
     Counted as if biases and norms were matrices, which are too few to matter, but in float32.
     """
@@ -117,6 +118,12 @@ def gpu_workspace_nbytes(
         rows = sequences * (context + _LAID_OUT_DIM)  # whole tiles of keys, 2 bytes a number
         laid_out = min(_LAID_OUT_NBYTES, 4 * spec.num_kv_heads * spec.head_dim * rows)
     return step + step // 2 + attention + laid_out
+
+
+def expand_nbytes(spec: ModelSpec) -> int:
+    """Bytes of scratch memory that a prompt's products with packed matrices need."""
+    widest = max(spec.num_heads * spec.head_dim, spec.intermediate, spec.vocab) * spec.hidden
+    return min(EXPAND_NBYTES, 2 * widest)
 
 
 def graphs_nbytes(spec: ModelSpec, *, max_num_seqs: int) -> int:

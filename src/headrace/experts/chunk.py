@@ -1,7 +1,7 @@
 """A prompt chunk's products on the device: the interface, and one slice after the other.
 
-On a GPU, formats that the grouped kernels read are computed many slices at a time
-(``ops.triton.expert_chunk``); the rest, and everything on a host device, goes slice by slice here.
+On a GPU many slices are computed at a time (``ops.triton.expert_chunk``); on a host device they go one by
+one here.
 """
 
 from __future__ import annotations

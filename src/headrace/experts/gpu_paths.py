@@ -15,7 +15,7 @@ import torch
 
 from headrace.core.errors import InternalError
 from headrace.experts.cache_policy import value_constants
-from headrace.experts.chunk import ChunkCompute, SliceChunk
+from headrace.experts.chunk import ChunkCompute
 from headrace.experts.cpu_share import Answer
 from headrace.experts.lending import lend
 from headrace.experts.paths import CacheView, ExpertCounts
@@ -229,16 +229,9 @@ class GpuPaths:
 
     def chunk(self, act: Activation) -> ChunkCompute:
         """Computes prompt chunks, by matrix products in bfloat16."""
-        kernels, widest, layouts = self._kernels, self._store.layout, self._store.layouts
-        layers = [geometry_of(kernels, layout, widest.slice_nbytes) for layout in layouts]
-        formats = {fmt for layout in layouts for fmt in (layout.format, layout.down_format)}
-        if len(formats) == 1 and formats <= set(kernels.GROUPED_FORMATS):
-            return kernels.GroupedChunk(layers[0], self.state, self.arena, act)
-
-        def product(layer: int, piece: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return kernels.slice_product(layers[layer], piece, x, act)
-
-        return SliceChunk(self, product, widest.num_slices)
+        kernels, widest = self._kernels, self._store.layout
+        layers = [geometry_of(kernels, one, widest.slice_nbytes) for one in self._store.layouts]
+        return kernels.GroupedChunk(layers, self.state, self.arena, act)
 
     def answer(self) -> Answer | None:
         """Adds the CPU's answer to a prompt chunk, on the GPU."""

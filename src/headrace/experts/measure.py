@@ -71,7 +71,9 @@ def _load(kernels: CpuExperts, store: HostStore) -> Load:
 
     def load(threads: int, cpus: Sequence[int], seconds: float) -> float:
         # A count below that of all CPUs keeps to its own; otherwise the system places the threads.
-        options = ServiceOptions(threads, tuple(cpus) if len(set(cpus)) == threads else None)
+        own = tuple(cpus) if len(set(cpus)) == threads else None
+        # One thread asks here while another waits for the GPU.
+        options = ServiceOptions(threads, own, apart=False)
         block[: fields.items].zero_()  # as a new service expects it
         service = kernels.expert_service(
             [layout], [store.base(0)], store.num_experts, Activation(), block, fields, options

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from headrace.core.block_planes import SCALES_AT, scale_bytes
 from headrace.core.errors import UnsupportedModelError
 from headrace.core.numeric import FORMATS
-from headrace.experts.slab import SCALES_AT, SlabLayout, SlabPart, scale_bytes
+from headrace.experts.slab import SlabLayout, SlabPart
 from headrace.experts.slab_load import Loader
 from headrace.experts.store import HostStore
 from headrace.machine.pages import HostBlock

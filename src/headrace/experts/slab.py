@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.core.block_planes import SCALES_APART, kept_as
 from headrace.core.errors import ConfigError
 from headrace.core.numeric import FORMATS
 
@@ -37,36 +38,14 @@ SLICE_ALIGNMENT = 4096  # a page: slices can be pinned, mapped from a file and c
 # 7.5 (benchmarks/residency/slices.py).
 PREFERRED_SLICES = 5
 
-# Formats whose scales are a part of their own: of one block, the weights, and the bytes of codes and of
-# scales. Blocks of 18, 22, 34, 110 and 210 bytes lie at odd multiples of two; without their scales the
-# codes are words of four bytes, which is how GPUs load them. The same bytes, in another order.
-_SCALES_APART = {
-    "mxfp4": (32, 16, 1),
-    "nvfp4": (16, 8, 1),
-    "q4_0": (32, 16, 2),
-    "iq4_nl": (32, 16, 2),
-    "q5_0": (32, 20, 2),
-    "q8_0": (32, 32, 2),
-    "q3_k": (256, 96, 14),
-    "q6_k": (256, 192, 18),
-}
-# Of those, blocks that a file stores whole: where their scales begin.
-SCALES_AT = {"q4_0": 0, "iq4_nl": 0, "q5_0": 0, "q8_0": 0, "q3_k": 96, "q6_k": 192}
 # Formats with float32 factors beside their codes, and the rows and columns that share one, if in blocks.
 _FACTORS = ("nvfp4", "fp8_e4m3")
 FACTOR_BLOCK = 128
-_STORED_AS = {"mxfp4_gguf": "mxfp4"}
 
 
 def slab_format(fmt: str) -> str:
     """The format in which slabs hold experts that a checkpoint stores in ``fmt``."""
-    return _STORED_AS.get(fmt, fmt)
-
-
-def scale_bytes(fmt: str) -> tuple[int, int]:
-    """Where the scales of a block begin and end in the file, for formats of ``SCALES_AT``."""
-    first = SCALES_AT[fmt]
-    return first, first + _SCALES_APART[fmt][2]
+    return kept_as(fmt)
 
 
 @dataclass(frozen=True)
@@ -160,8 +139,8 @@ def slab_layout(
         ("down", hidden, width, down),
     ):
         parts.add(name, rows, _codes_nbytes(of, cols))
-        if of in _SCALES_APART:
-            weights, _, nbytes = _SCALES_APART[of]
+        if of in SCALES_APART:
+            weights, _, nbytes = SCALES_APART[of]
             parts.add(f"{name}_scales", rows, cols // weights * nbytes)
     for name, of in (("gate_up", fmt), ("down", down)):
         if of in _FACTORS:
@@ -216,8 +195,8 @@ def _factors(name: str, hidden: int, width: int, blocked: bool) -> tuple[int, in
 
 
 def _codes_nbytes(fmt: str, cols: int) -> int:
-    if fmt in _SCALES_APART:
-        weights, nbytes, _ = _SCALES_APART[fmt]
+    if fmt in SCALES_APART:
+        weights, nbytes, _ = SCALES_APART[fmt]
         return cols // weights * nbytes
     return FORMATS[fmt].row_nbytes(cols)
 

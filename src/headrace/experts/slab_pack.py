@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.core.block_planes import SCALES_AT, scale_bytes
 from headrace.core.errors import InternalError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
 from headrace.experts.model_layout import ExpertKind, model_layouts
-from headrace.experts.slab import SCALES_AT, SlabLayout, scale_bytes, slab_format
+from headrace.experts.slab import SlabLayout, slab_format
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import ExpertWeights
 

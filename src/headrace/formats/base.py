@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from headrace.core.block_planes import SCALES_APART, SCALES_AT
 from headrace.core.errors import CheckpointError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
 
@@ -27,7 +28,8 @@ class PackedTensor:
     PackedTensor of its own):
 
     - ``f32``/``f16``/``bf16``: ``data`` [..., rows, cols] of that dtype
-    - GGUF block types (also ``mxfp4_gguf``): ``blocks`` uint8 [..., rows, bytes of a row]
+    - GGUF block types (also ``mxfp4_gguf``): ``blocks`` uint8 [..., rows, bytes of a row]; some of them
+      for a GPU in two planes instead (``formats.planes``)
     - ``mxfp4``: ``codes`` uint8 [..., rows, cols / 2], ``scales`` uint8 [..., rows, cols / 32]
     - ``nvfp4``: ``codes`` uint8 [..., rows, cols / 2], ``scales`` uint8 (E4M3) [..., rows,
       cols / 16], ``global_scale`` float32 [...] that multiplies (a reciprocal is inverted on load)
@@ -115,7 +117,7 @@ def load_formats() -> Mapping[str, Format]:
 
     found: dict[str, Format] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name in ("base", "packing"):
+        if info.name in ("base", "packing", "planes"):
             continue
         module = importlib.import_module(f"headrace.formats.{info.name}")
         records = getattr(module, "FORMATS", None) or (module.FORMAT,)
@@ -141,7 +143,24 @@ def format_of(packed: PackedTensor) -> Format:
 
 def dequantize(packed: PackedTensor) -> torch.Tensor:
     """Return ``packed`` as float32, exactly the values that its bytes stand for."""
-    return format_of(packed).dequantize(packed)
+    return format_of(packed).dequantize(in_blocks(packed))
+
+
+def in_blocks(packed: PackedTensor) -> PackedTensor:
+    """The inverse of ``planes.in_planes`` for formats that files store in blocks: a copy where it joins."""
+    fmt = packed.format
+    if fmt not in SCALES_AT or "blocks" in packed.parts:
+        return packed
+    _, code_nbytes, scale_nbytes = SCALES_APART[fmt]
+    codes = split_blocks(packed.parts["codes"], code_nbytes)
+    scales = split_blocks(packed.parts["scales"], scale_nbytes)
+    pieces = (scales, codes) if SCALES_AT[fmt] == 0 else (codes, scales)
+    return PackedTensor(fmt, packed.shape, {"blocks": torch.cat(pieces, -1).flatten(-2)})
+
+
+def split_blocks(rows: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """[..., bytes of a row] -> [..., blocks, nbytes]."""
+    return rows.reshape(*rows.shape[:-1], -1, nbytes)
 
 
 def find_nan(packed: PackedTensor) -> int | None:

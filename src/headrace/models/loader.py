@@ -56,7 +56,8 @@ def load_model(
         device: where the weights go; on the host they stay where they are mapped.
         max_positions: rows of the rotary table; the model's whole context if None.
         dense_format: f32, f16 or bf16: matrices are converted to it once, those of experts too unless
-            there is an executor_factory; None leaves them as stored.
+            there is an executor_factory; ``packed``: blocks stay (``weights.to_packed``), and experts without
+            a factory become bf16; None leaves them as stored.
         executor_factory: takes the experts, left where they are mapped; None: they go to the device
             with everything else.
         progress: called with ("weights", fraction done) after every layer.
@@ -134,7 +135,7 @@ class _LayerBuilder:
         moe = self._spec.moe
         if moe is None or not self._mixtures:
             return
-        source = self._source if factory is None else self._source.on_host()
+        source = self._source.for_experts() if factory is None else self._source.on_host()
         reader = ExpertReader(self._checkpoint, source, moe, expert_shapes(self._spec, moe))
         experts = [reader.read(f"layers.{i}.") for i in self._mixtures]
         if factory is None:

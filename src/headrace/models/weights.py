@@ -10,8 +10,11 @@ import numpy.typing as npt
 import torch
 
 from headrace.checkpoint.records import Checkpoint, RawTensor
+from headrace.core.block_planes import PACKED_FORMATS
+from headrace.core.config import PACKED
 from headrace.core.errors import CheckpointError
 from headrace.formats.base import FP8_BLOCK_ROWS, PackedTensor, dequantize
+from headrace.formats.planes import in_planes
 
 # NumPy carries two-byte floats as their bits.
 _TWO_BYTE_FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -21,6 +24,8 @@ _DTYPES = {"f32": torch.float32, **_TWO_BYTE_FLOATS}
 
 # Weights that are unpacked at once: 2^24 floats are 64 MiB beside what they become.
 _CHUNK_ELEMENTS = 1 << 24
+# Blocks that are taken apart at once.
+_CHUNK_NBYTES = 1 << 26
 
 
 class WeightSource:
@@ -28,7 +33,8 @@ class WeightSource:
 
     Args:
         device: where they go; on the host they stay where they are mapped.
-        dense_format: what ``matrix`` makes of every matrix, None to leave them as stored.
+        dense_format: what ``matrix`` makes of every matrix: plain floats, or ``packed``, see ``to_packed``;
+            None to leave them as stored.
     """
 
     def __init__(
@@ -40,8 +46,16 @@ class WeightSource:
         self._taken: set[str] = set()
 
     def on_host(self) -> WeightSource:
-        """The same source, its tensors left where they are mapped; it remembers for both."""
+        """The same source, its tensors as stored and left where they are mapped; it remembers for both."""
         source = WeightSource(self._checkpoint, torch.device("cpu"))
+        source._taken = self._taken
+        return source
+
+    def for_experts(self) -> WeightSource:
+        """The same source for experts beside the other matrices, which are never packed."""
+        if self._dense_format != PACKED:
+            return self
+        source = WeightSource(self._checkpoint, self._device, "bf16")
         source._taken = self._taken
         return source
 
@@ -65,6 +79,8 @@ class WeightSource:
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> PackedTensor:
         """``packed``, in the dense format if there is one."""
+        if self._dense_format == PACKED:
+            return to_packed(self.on_host().packed(name, shape), self._device)
         packed = self.packed(name, shape)
         return packed if self._dense_format is None else to_dense(packed, self._dense_format)
 
@@ -170,6 +186,35 @@ def split_rows(stacked: PackedTensor, *, interleaved: bool) -> tuple[PackedTenso
             gate[name], up[name] = part[..., :half, :], part[..., half:, :]
     shape = (*stacked.shape[:-2], half, stacked.cols)
     return PackedTensor(stacked.format, shape, gate), PackedTensor(stacked.format, shape, up)
+
+
+def to_packed(stored: PackedTensor, device: torch.device) -> PackedTensor:
+    """A matrix on the host as products of packed matrices take it, on ``device``.
+
+    Blocks stay as they are, their codes and scales apart where kernels read them so (``formats.planes``).
+    Formats with factors, and float32, become bfloat16.
+    """
+    if stored.format in ("bf16", "f16"):
+        return PackedTensor(stored.format, stored.shape, {"data": stored.parts["data"].to(device)})
+    if stored.format not in PACKED_FORMATS:
+        return to_dense(_moved(stored, device), "bf16")
+    step = max(_CHUNK_NBYTES * stored.rows // stored.nbytes, 1)
+    parts: dict[str, torch.Tensor] = {}
+    fmt = stored.format
+    for start in range(0, stored.rows, step):
+        stop = min(start + step, stored.rows)
+        band = in_planes(_moved(stored.row_range(start, stop), device))
+        fmt = band.format
+        for name, part in band.parts.items():
+            if name not in parts:
+                parts[name] = part.new_empty((stored.rows, part.shape[-1]))
+            parts[name][start:stop] = part
+    return PackedTensor(fmt, stored.shape, parts)
+
+
+def _moved(packed: PackedTensor, device: torch.device) -> PackedTensor:
+    parts = {name: part.to(device) for name, part in packed.parts.items()}
+    return PackedTensor(packed.format, packed.shape, parts)
 
 
 def to_dense(packed: PackedTensor, name: str) -> PackedTensor:

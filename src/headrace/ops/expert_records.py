@@ -181,6 +181,8 @@ class ServiceOptions:
     """
     threads: that compute, the polling one included.
     cpus: one CPU for each thread, or None: where the system puts them.
+    apart: keep the process's other Python threads off ``cpus``. Not for whoever asks from one thread while
+        another spins: both would share what is left.
     idle_s: how long threads spin for the next request before they sleep. A decode step is 5 to 20 ms.
     stall_s: a request that takes longer is given up, and the service with it. The largest request, 128
         experts of 13 MB, takes 20 ms at 85 GB/s and under a second on a laptop.
@@ -188,6 +190,7 @@ class ServiceOptions:
 
     threads: int
     cpus: tuple[int, ...] | None = None
+    apart: bool = True
     idle_s: float = 0.05
     stall_s: float = 10.0
 

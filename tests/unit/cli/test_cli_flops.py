@@ -126,13 +126,11 @@ def test_ids_are_printed_whole(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", ["decode-attention", "moe-experts"])
-def test_a_machine_without_a_gpu_says_which_rate_it_lacks(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_machine_without_a_gpu_says_so(name: str, capsys: pytest.CaptureFixture[str]):
     text = output(capsys, "show", name, "--machine", "ddr5-5600-dual")
-    assert "not priced on ddr5-5600-dual: the machine has no rate" in text
+    assert "not priced on ddr5-5600-dual: the machine has no GPU, which this class runs on" in text
     data = json.loads(output(capsys, "show", name, "--machine", "ddr5-5600-dual", "--json"))
-    assert "no rate" in data["at"]["not_priced"]
+    assert "no GPU" in data["at"]["not_priced"]
 
 
 def test_what_moves_no_bytes_is_said_in_words(capsys: pytest.CaptureFixture[str]):
@@ -147,3 +145,16 @@ def test_the_setting_says_what_was_changed(capsys: pytest.CaptureFixture[str]):
     assert ", with L = 131,072, with k_b = 0.5" in line
     assert main(["flops", "show", "decode-attention", "--set", "ZZ=1"]) == 2
     assert "--set ZZ: 'ZZ' is no symbol" in capsys.readouterr().err
+
+
+def test_a_mixture_that_vram_does_not_hold_is_fetched(capsys: pytest.CaptureFixture[str]):
+    words = ["flops", "show", "expert-fetch", "--model", "gpt-oss-120b", "--machine"]
+    assert main([*words, "rtx-4090", "--set", "hit=0.5", "--set", "f_cpu=0"]) == 0
+    text = capsys.readouterr().out
+    assert "gpt-oss-120b, 0.56 bytes a weight, experts in host memory, with hit = 0.5" in text
+    # 36 layers of 4 experts, 17 / 32 bytes a weight, half of them miss: 0.95 GB
+    assert f"{36 * 4 * 3 * 2880 * 2880 * 17 / 32 * 0.5 / 1e6:.0f} MB" in text
+    assert main([*words, "h200"]) == 0
+    assert "experts in host memory" not in capsys.readouterr().out
+    assert main([*words, "rtx-4090", "--set", "offl=0"]) == 0
+    assert "experts in host memory" not in capsys.readouterr().out

@@ -362,6 +362,15 @@ def test_a_mistyped_rate_of_a_profile_is_not_passed_over(tmp_path, capsys):
     assert "rates" not in capsys.readouterr().err
 
 
+def test_a_file_that_is_no_routing_is_called_by_its_flag(tmp_path, capsys):
+    file = tmp_path / "x.npz"
+    for content in (None, b"", b"{}"):
+        if content is not None:
+            file.write_bytes(content)
+        assert main(["plan", "tiny", "--machine", "rtx-4090", "--routing", str(file)]) == 2
+        assert f"--routing: {file} is not a routing trace" in capsys.readouterr().err
+
+
 def test_an_empty_machine_is_not_this_one(capsys):
     assert main(["plan", "gpt-oss-20b", "--machine", ""]) == 2
     assert "--machine: '' is not in the catalogue" in capsys.readouterr().err

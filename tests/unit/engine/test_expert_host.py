@@ -95,6 +95,14 @@ def test_flags_about_host_experts_are_refused_where_there_are_none(flag: str) ->
     assert caught.value.param == f"--{flag.removesuffix('_nbytes').replace('_', '-')}"
 
 
+def test_the_experts_threads_have_cpus_of_their_own_where_they_fill_the_machine() -> None:
+    made = choose()
+    assert (made.threads, made.expert_cpus) == (15, tuple(range(1, 16)))
+    assert choose(machine(12)).expert_cpus == tuple(range(1, 13))
+    assert choose(threads=4).expert_cpus is None
+    assert choose(threads=16).expert_cpus is None, "none would be left for the host loop"
+
+
 class FakePinner:
     def __init__(self) -> None:
         self.pinned: list[int] = []

@@ -184,6 +184,7 @@ def test_what_needs_a_gpu_says_what_is_missing(values, param):
     [
         ({"device": "gpu"}, "--device"),
         ({"dense_format": "fp8"}, "--dense-format"),
+        ({"dense_format": "packed", "backend": "reference"}, "--dense-format"),
         ({"vram_budget_nbytes": 81 * GIB}, "--vram-budget"),
         ({"experts": "hybrid"}, "--experts"),  # a model without experts
         ({"device": "cuda", "backend": "cpu"}, "--backend"),
@@ -196,11 +197,22 @@ def test_what_is_not_possible_is_refused_by_flag(values, param):
     assert caught.value.param == param
 
 
-def test_packed_matrices_become_bfloat16_and_float32_stays():
-    packed = sizes(smollm2(), dense=("q4_k", "q6_k"))
+def test_packed_matrices_stay_and_float32_stays():
+    """134.5 million weights at 4.5 bits are 76 MB; a prompt expands the head, 49,152 x 576, in bf16."""
+    packed = replace(sizes(smollm2(), dense=("q4_k", "q6_k")), packed_nbytes=76 * 10**6)
     made = choose(stored=packed)
-    assert made.dense_format == "bf16"
+    assert made.dense_format == "packed"
+    assert made.kv_format == "bf16"
+    assert made.vram.weights_nbytes == 76 * 10**6
     assert "q4_k, q6_k" in next(c.reason for c in made.choices if c.name == "dense_format")
+    wide = choose(stored=packed, dense_format="bf16")
+    assert wide.vram.weights_nbytes == pytest.approx(2 * 134_515_008, rel=0.001)
+    scratch = made.vram.workspace_nbytes - wide.vram.workspace_nbytes
+    assert scratch == 2 * 49_152 * 576
+    # What only the reference multiplies there it multiplies as plain floats.
+    assert choose(stored=packed, device="cuda", backend="reference").dense_format == "bf16"
+    made = choose(stored=sizes(smollm2(), dense=("fp8_e4m3", "f32")))
+    assert made.dense_format == "bf16"
     made = choose(stored=sizes(smollm2(), dense=("f32",)))
     assert (made.dense_format, made.kv_format) == ("f32", "f32")
     made = choose(dense_format="f16", kv_format="f32")
@@ -306,7 +318,7 @@ def test_mixed_block_types_lie_in_slots_of_the_longest_slice():
     kinds = (("q4_k", "q6_k", False), ("q4_k", "q4_k", False)) * 2
     of = qwen3()
     stored = ModelSizes(
-        4 * GB, 3 * GB, frozenset({"q4_k", "q6_k"}), frozenset({"q4_k", "q6_k"}), kinds
+        4 * GB, 3 * GB, frozenset({"q4_k", "q6_k"}), frozenset({"q4_k", "q6_k"}), 700 * 10**6, kinds
     )
     able = GpuSupport(None, frozenset({"q4_k", "q6_k"}))
     made = choose(of, support=able, stored=stored, experts="gpu")
@@ -315,8 +327,8 @@ def test_mixed_block_types_lie_in_slots_of_the_longest_slice():
     assert made.vram.experts_nbytes == 4 * 128 * 3 * nbytes
     assert made.slots
     (dense,) = (c for c in made.choices if c.name == "dense_format")
-    assert dense.value == "bf16"
-    assert "1,000 MB become" in dense.reason
+    assert dense.value == "packed"
+    assert "multiplied as they are, 700 MB" in dense.reason
     without = GpuSupport(None, frozenset({"q4_k"}))
     assert not choose(of, support=without, stored=stored, experts="gpu").slots
 

@@ -193,6 +193,22 @@ def test_rate_and_fixed_cost_are_told_apart(gbps: float, fixed_us: float) -> Non
         assert cpu_seconds(slices, tracker.rates) == pytest.approx(want, rel=0.02)
 
 
+def test_noisy_lines_are_followed_slowly() -> None:
+    """Requests that are disturbed by 20 us: one step's line says 0 to 80 us of a fixed 12."""
+    tracker = RateTracker(PathRates(50.0, 85.0, SLICE))
+    rng = np.random.default_rng(4)
+    lines: list[float] = []
+    late: list[float] = []
+    for at in range(300):
+        times = step(rng, 85.0, 12e-6, noise_s=20e-6)
+        lines.append(times.requests.fixed_s or 0.0)
+        tracker.observe(times)
+        if at >= 60:
+            late.append(tracker.rates.cpu_latency_s)
+    assert max(lines) > 40e-6
+    assert np.abs(np.array(late) - 12e-6).max() < 8e-6
+
+
 def test_requests_of_one_size_give_the_rate_as_before() -> None:
     tracker = RateTracker(PathRates(50.0, 65.0, SLICE))
     for _ in range(60):

@@ -122,6 +122,10 @@ def test_later_choices_see_all_cpus(cpus: tuple[int, ...]) -> None:
         assert current_affinity(()) == cpus
     finally:
         service.stop()
+    service = Requests(case).service(1, cpus=(cpus[1],), apart=False)  # type: ignore[arg-type]
+    service.start()
+    assert os.sched_getaffinity(0) == set(cpus)
+    service.stop()
     # One that nobody stopped gives back what it had, too.
     service = Requests(case).service(1, cpus=(cpus[1],))  # type: ignore[arg-type]
     service.start()

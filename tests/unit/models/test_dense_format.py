@@ -12,10 +12,11 @@ from headrace.engine.loading import model_sizes
 from headrace.formats.base import dequantize
 from headrace.machine.device import HostDevice
 from headrace.models.loader import load_model
-from headrace.models.weights import to_dense
+from headrace.models.weights import to_dense, to_packed
 from headrace.ops.registry import resolve
 from tests.fixtures.cpu_oracle import ALL_FORMATS, random_packed
 from tests.fixtures.paging import Pages
+from tests.fixtures.random_gguf import write_random
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
 from tests.fixtures.toy import write_gpt_oss, write_gpt_oss_gguf, write_qwen3_moe
 
@@ -63,6 +64,34 @@ def test_every_format_becomes_dense(name: str):
         assert (dense.format, dense.shape) == (target, packed.shape)
         assert torch.equal(dense.parts["data"], dequantize(packed).to(dtype))
     assert to_dense(dense, "bf16") is dense
+
+
+def test_packed_bytes_are_those_of_the_file(tmp_path: Path):
+    """Two layers of width 256, a vocabulary of 272; superblocks of 144 (Q4_K) and 210 bytes (Q6_K)."""
+    path = write_random(tmp_path / "toy.gguf", (("q4_k", "q4_k", "q6_k"), ("q4_k", "q4_k", "q4_k")))
+    checkpoint = open_checkpoint(str(path))
+    matrices = 272 * (144 + 210) + 2 * ((256 + 128 + 256) * 144 + 128 * 210)
+    vectors = 2 * (256 + 256 + 64 + 64 + 4 * 256) + 256
+    assert model_sizes(checkpoint).packed_nbytes == matrices + 4 * vectors
+    ops = resolve(("reference",))
+    decoder = load_model(checkpoint, ops, HostDevice(), max_positions=64, dense_format="packed")
+    found = [w for kind, w in decoder.matrices() if "expert" not in kind and kind != "router"]
+    assert sum(w.nbytes for w in found) == matrices
+    assert {(w.format, *sorted(w.parts)) for w in found} == {
+        ("q4_k", "blocks"), ("q6_k", "codes", "scales")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_what_is_packed_stands_for_the_same_numbers(name: str):
+    import numpy as np
+
+    stored = random_packed(name, 300, 256, np.random.default_rng(1))
+    packed = to_packed(stored, torch.device("cpu"))
+    want = dequantize(stored)
+    if name in ("f32", "fp8_e4m3", "nvfp4"):
+        want = want.to(torch.bfloat16).float()
+    assert torch.equal(dequantize(packed), want)
 
 
 def test_sizes_say_how_matrices_are_stored(tmp_path: Path):

@@ -59,6 +59,22 @@ def test_decoding_multiplies_by_8_columns_in_16_bits(arch: str):
     ]
 
 
+def test_decoding_asks_for_pages_before_it_waits_and_touches_them_after():
+    """Before the kernel ahead has ended only lists are read (ld.global), and the cache asked for pages."""
+    early = {"OVERLAPS": True}
+    wanted = [
+        ("decode_bf16", early | {"AHEAD": 128}),
+        ("decode_fp8", early),
+        ("decode_nvfp4k_fp8v", early),
+    ]
+    for made in lowered([(name, "sm_90", changes) for name, changes in wanted]):
+        order = made["order"]
+        assert order.index("prefetch.global.L2") < order.index("griddepcontrol.wait"), made
+        for touch in ("st.global", "cp.async"):
+            assert touch in order
+            assert order.index(touch) > order.index("griddepcontrol.wait"), made
+
+
 def test_prefill_gets_the_largest_products_of_each_architecture():
     wanted = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "sm_120": "mma.sync"}
     for arch, kind in wanted.items():

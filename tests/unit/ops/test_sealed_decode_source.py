@@ -52,7 +52,7 @@ extern "C" void run_merge(const Merge* merge, int x, int y) {
     };
     for (int i = 0; i < x * y; i++) {
         blockIdx = {i % x, i / x, 0};
-        run_block(1024);
+        run_block(GROUPS * DIM);
     }
 }
 """

@@ -91,11 +91,17 @@ def _check_settable(name: str, symbols: Symbols) -> None:
     raise ConfigError(why, hint=hint, param="--set")
 
 
+# Of rates that only a machine with a GPU has.
+_GPU_RATES = ("hbm_", "pcie_", "gpu_", "kernel_", "graph_", "flag_", "link")
+
+
 def why_unpriced(record: Record, at: Setting, error: HeadraceError) -> str:
     """Why a record has no price there: the rates that the machine lacks, or what the error says."""
     rates = {at.missing[n] for f in record.work.values() for n in symbols_of(f) if n in at.missing}
     if not rates:
         return error.message
+    if at.machine.gpu is None and all(name.startswith(_GPU_RATES) for name in rates):
+        return "the machine has no GPU, which this class runs on"
     return f"the machine has no rate {' and no rate '.join(sorted(rates))}"
 
 

@@ -128,11 +128,12 @@ class NativeExpertService:
         _check_block(layouts[0], block, fields)
         _check_options(options)
         self.threads = options.threads
-        self._reservation = CpuReservation(options.cpus or ())
+        self._reservation = CpuReservation(options.cpus or () if options.apart else ())
         self._released = weakref.finalize(self, self._reservation.release)
         self._released.atexit = False
         self._block = block
-        self._abort = block[fields.abort : fields.abort + 4].view(torch.int32)
+        # As an array: every step looks at it several times, and a tensor's item takes microseconds.
+        self._abort = block[fields.abort : fields.abort + 4].view(torch.int32).numpy()
         self._native = _native.ExpertService(
             [_native_layout(layout) for layout in layouts],
             list(bases),
@@ -155,8 +156,8 @@ class NativeExpertService:
     def start(self) -> None:
         """Start the threads; a request that is there already is answered. Once only.
 
-        Threads with CPUs of their own (``ServiceOptions.cpus``) keep them until ``stop``: see
-        ``machine.reserved_cpus``.
+        Threads with CPUs of their own (``ServiceOptions.cpus``, ``apart``) keep them for themselves until
+        ``stop``: see ``machine.reserved_cpus``.
         """
         self._reservation.take()
         self._native.start()
@@ -199,7 +200,7 @@ class NativeExpertService:
 
     def fault(self) -> ExpertFault:
         """What ``abort`` holds."""
-        return ExpertFault(int(self._abort))
+        return ExpertFault(int(self._abort[0]))
 
     def request(self, timeout_s: float) -> float:
         """Ask from the host: publish the block as it is, wait, and return the seconds it took.

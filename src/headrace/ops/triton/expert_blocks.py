@@ -17,7 +17,7 @@ import triton.language as tl
 from headrace.ops.triton.expert_rows import gated, store_partial
 from headrace.ops.triton.expert_term_rows import terms_rows
 from headrace.ops.triton.expert_terms import store_terms
-from headrace.ops.triton.unpack import weight_tile
+from headrace.ops.triton.unpack import row_sums, weight_tile
 
 FACTOR_BLOCK = tl.constexpr(128)  # weights each way that share a factor of FP8
 
@@ -82,7 +82,7 @@ def block_rows(
         )  # fmt: skip
         k = first + tl.arange(0, COLS)
         acc += w * tl.load(x + k, mask=k < K, other=0.0)[None, :]
-    return tl.sum(acc, 1)
+    return row_sums(acc, FORMAT, ROWS, COLS)
 
 
 @triton.jit

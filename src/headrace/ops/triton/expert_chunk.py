@@ -20,7 +20,9 @@ import triton
 
 from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
 from headrace.ops.records import Activation
+from headrace.ops.triton.control import interpreted
 from headrace.ops.triton.expert_grouped import ENTRY, grouped_down, grouped_gate_up, grouped_sum
+from headrace.ops.triton.expert_grouped_blocks import block_grouped_down, block_grouped_gate_up
 from headrace.ops.triton.expert_launch import SliceGeometry
 from headrace.ops.triton.expert_route import (
     add_answer,
@@ -33,8 +35,8 @@ from headrace.ops.triton.expert_route import (
 )
 from headrace.ops.triton.expert_state import PlanState
 
-# Formats that the grouped kernels read; of others each slice is a product of its own.
-GROUPED_FORMATS = ("mxfp4", "bf16")
+# Formats that have grouped kernels of their own, if a layer's matrices are both of one; others are unpacked.
+_OWN = ("mxfp4", "bf16")
 _PAIR_ROWS = 64
 _COLS = 1024  # of a row, that a program takes
 _WORDS = 1024
@@ -60,12 +62,26 @@ class GroupedTuning:
     few: tuple[Tile, Tile] = ((64, 16, 64, 4, 3), (64, 16, 64, 4, 3))
     some: tuple[Tile, Tile] = ((64, 64, 32, 4, 4), (64, 64, 32, 4, 4))
     many: tuple[Tile, Tile] = ((64, 128, 32, 4, 3), (64, 128, 32, 4, 3))
+    fill: int = 2  # tiles of tokens that an expert has before larger ones are taken
 
     def tiles(self, mean: int) -> tuple[Tile, Tile]:
-        """For experts of so many tokens on average."""
-        if mean <= 2 * self.few[0][1]:
+        """For experts of so many tokens on average; small ones are ``few``."""
+        if mean <= self.fill * self.few[0][1]:
             return self.few
-        return self.some if mean <= 2 * self.some[0][1] else self.many
+        return self.some if mean <= self.fill * self.some[0][1] else self.many
+
+
+# Of unpacked tiles: whole groups of every format's columns. H200, 2026-11-30, 128 experts of 2048 x 768, gate
+# and up in Q4_K, down in Q6_K, all resident, the whole layer: 512 tokens 1.2 ms (32 x 16: 2.9; 64 x 128:
+# 1.9), 2,048 tokens 2.3 (64 x 64: 2.9; 128 x 128: 2.7). One slice after the other by cuBLAS: 142 and 226.
+_UNPACKED: tuple[Tile, Tile] = ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3))
+BLOCKS = GroupedTuning(
+    few=_UNPACKED, some=_UNPACKED, many=((64, 128, 64, 4, 2), (64, 128, 64, 4, 2)), fill=1
+)
+
+
+# The interpreter's time goes with the number of operations.
+_INTERPRETED = GroupedTuning(*[((256, 16, 256, 1, 1), (256, 16, 256, 1, 1))] * 3)
 
 
 @dataclass
@@ -83,12 +99,14 @@ class _Layer:
     gate_up: Tile
     down: Tile
     lanes: int
+    own: bool  # MXFP4 or bfloat16
 
 
 class GroupedChunk:
     """See ``experts.chunk.ChunkCompute``.
 
     Args:
+        layers: of each layer.
         state: whose tables say what lies in which slot.
         arena: uint8, the slots.
 
@@ -97,16 +115,18 @@ class GroupedChunk:
 
     def __init__(
         self,
-        geometry: SliceGeometry,
+        layers: Sequence[SliceGeometry],
         state: PlanState,
         arena: torch.Tensor,
         act: Activation,
         tuning: GroupedTuning | None = None,
+        blocks: GroupedTuning | None = None,
     ) -> None:
-        g, plan = geometry, state.geometry
-        self.tuning = tuning or GroupedTuning()
-        self._geometry, self._state, self._arena, self._act = g, state, arena, act
-        self._packed = g.format == "mxfp4"
+        g, plan = layers[0], state.geometry
+        self.tuning, self._blocks = tuning or GroupedTuning(), blocks or _blocks()
+        self._layers, self._state, self._arena, self._act = tuple(layers), state, arena, act
+        # What all layers have in common is taken from the first.
+        self._geometry = g
         self._sizes = (g.has_bias, g.hidden, g.width, g.num_slices)
         self._keys = plan.num_experts * plan.num_slices
         device, words = arena.device, ENTRY.value
@@ -132,17 +152,20 @@ class GroupedChunk:
         )  # fmt: skip
         ordered, order = keys.view(-1).sort(stable=True)
         bounds = torch.searchsorted(ordered, self._experts, out_int32=True)
+        own = _has_own(self._layers[layer])
         rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
         prepare_rows[(tokens, triton.cdiv(g.hidden, _COLS))](
-            x.contiguous(), rounded, g.hidden, self._packed, _COLS, num_warps=4
-        )
+            x.contiguous(), rounded, g.hidden, own and self._layers[layer].format == "mxfp4", _COLS,
+            num_warps=4,
+        )  # fmt: skip
         mean = tokens * top_k // plan.num_experts
-        gate_up, down = self.tuning.tiles(mean)
+        tuning = self.tuning if own else self._blocks
+        gate_up, down = tuning.tiles(mean)
         self._at = _Layer(
             layer, tokens, bounds, order, merged, rounded,
             rounded.new_empty(tokens * top_k, g.num_slices * g.width),
-            (x if gate_up == self.tuning.few[0] else rounded).new_zeros(tokens * top_k, g.hidden),
-            gate_up, down, min(_MOST_LANES, max(1, 2 * mean // gate_up[1])),
+            (x if gate_up == tuning.few[0] else rounded).new_zeros(tokens * top_k, g.hidden),
+            gate_up, down, min(_MOST_LANES, max(1, 2 * mean // gate_up[1])), own,
         )  # fmt: skip
 
     def stage(self, work: npt.NDArray[np.int32], ends: Sequence[int]) -> None:
@@ -186,23 +209,40 @@ class GroupedChunk:
 
     def gate_up(self, work: torch.Tensor) -> None:
         """The first half of a launch: activations of every pair and slice."""
-        g, at, act = self._geometry, self._now, self._act
+        at, act = self._now, self._act
+        g = self._layers[at.number]
         gate = (act.kind == "swiglu_clamped", act.alpha, act.limit)
         rows, tokens, cols, warps, stages = at.gate_up
-        grouped_gate_up[(len(work) * triton.cdiv(g.width, rows), at.lanes)](
-            self._arena, work, at.bounds, at.order, at.x, at.h, at.order.numel() // at.tokens,
-            self._packed, g.slice_nbytes, *g.gate_up, *self._sizes, *gate, rows, tokens, cols,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        lists = (self._arena, work, at.bounds, at.order, at.x, at.h, at.order.numel() // at.tokens)
+        grid = (len(work) * triton.cdiv(g.width, rows), at.lanes)
+        if at.own:
+            grouped_gate_up[grid](
+                *lists, g.format == "mxfp4", g.slice_nbytes, *g.gate_up, *self._sizes, *gate, rows,
+                tokens, cols, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        else:
+            block_grouped_gate_up[grid](
+                *lists, *_parts(g, 0), *self._sizes, *gate, rows, tokens, cols, num_warps=warps,
+                num_stages=stages,
+            )  # fmt: skip
 
     def down(self, work: torch.Tensor) -> None:
         """The second half: outputs, added to those of each pair."""
-        g, at = self._geometry, self._now
+        at = self._now
+        g = self._layers[at.number]
         rows, tokens, cols, warps, stages = at.down
-        grouped_down[(len(work) * triton.cdiv(g.hidden, rows), at.lanes)](
-            self._arena, work, at.bounds, at.order, at.h, at.y, self._packed, g.slice_nbytes,
-            *g.down, *self._sizes, rows, tokens, cols, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        lists = (self._arena, work, at.bounds, at.order, at.h, at.y)
+        grid = (len(work) * triton.cdiv(g.hidden, rows), at.lanes)
+        if at.own:
+            grouped_down[grid](
+                *lists, g.format == "mxfp4", g.slice_nbytes, *g.down, *self._sizes, rows, tokens,
+                cols, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        else:
+            block_grouped_down[grid](
+                *lists, *_parts(g, 1), *self._sizes, rows, tokens, cols, num_warps=warps,
+                num_stages=stages,
+            )  # fmt: skip
 
     def finish(self) -> torch.Tensor:
         """Enter what stays into the tables; the sum, float32 [T, D]."""
@@ -223,6 +263,23 @@ class GroupedChunk:
     def _now(self) -> _Layer:
         assert self._at is not None, "begin() comes first"
         return self._at
+
+
+def _blocks() -> GroupedTuning:
+    return _INTERPRETED if interpreted() else BLOCKS
+
+
+def _has_own(g: SliceGeometry) -> bool:
+    return g.format in _OWN and all(place.format == g.format for place in g.places)
+
+
+def _parts(g: SliceGeometry, which: int) -> tuple[object, ...]:
+    """Where a matrix of a slice lies, and how."""
+    place, (codes, scales, bias) = g.places[which], (g.gate_up, g.down)[which]
+    return (
+        g.slice_nbytes, codes, scales, place.factors, bias, place.code_stride, place.scale_stride,
+        place.format, place.factor_kind,
+    )  # fmt: skip
 
 
 def _runs(experts: npt.NDArray[np.int32], ends: Sequence[int]) -> npt.NDArray[np.int32]:

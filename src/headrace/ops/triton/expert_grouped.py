@@ -85,7 +85,7 @@ def _plain_dot(
 
 
 @triton.jit
-def _columns(x, at, there, END: tl.constexpr, COLS: tl.constexpr):
+def columns_of(x, at, there, END: tl.constexpr, COLS: tl.constexpr):
     """bfloat16 [COLS, tokens]: columns from ``at`` of the rows at these pointers."""
     c = at + tl.arange(0, COLS)
     return tl.load(x[None, :] + c[:, None], mask=(c < END)[:, None] & there[None, :], other=0.0)
@@ -124,8 +124,8 @@ def grouped_gate_up(
         if PACKED:
             half: tl.constexpr = HIDDEN // 2
             for at in range(0, half, COLS):
-                x0 = _columns(own, at, there, half, COLS)
-                x1 = _columns(own + half, at, there, half, COLS)
+                x0 = columns_of(own, at, there, half, COLS)
+                x1 = columns_of(own + half, at, there, half, COLS)
                 gate = _packed_dot(
                     gate, base, AT_CODES, AT_SCALES, 2 * i, ok, at, x0, x1, HIDDEN, ROWS, COLS
                 )
@@ -136,17 +136,28 @@ def grouped_gate_up(
             up *= UNSCALE
         else:
             for at in range(0, HIDDEN, COLS):
-                value = _columns(own, at, there, HIDDEN, COLS)
+                value = columns_of(own, at, there, HIDDEN, COLS)
                 gate = _plain_dot(gate, base, AT_CODES, 2 * i, ok, at, value, HIDDEN, COLS)
                 up = _plain_dot(up, base, AT_CODES, 2 * i + 1, ok, at, value, HIDDEN, COLS)
-        if HAS_BIAS:
-            bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
-            gate += tl.load(bias + 2 * i, mask=ok, other=0.0)[:, None]
-            up += tl.load(bias + 2 * i + 1, mask=ok, other=0.0)[:, None]
-        act = gated(gate, up, CLAMPED, ALPHA, LIMIT).to(tl.bfloat16)
         column = (i % 2) * (WIDTH // 2) + i // 2 if PACKED else i
         target = h + pair.to(tl.int64)[None, :] * (S * WIDTH) + (piece * WIDTH + column)[:, None]
-        tl.store(target, act, mask=ok[:, None] & there[None, :])
+        store_activations(
+            gate, up, base, i, ok, there, target, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
+        )
+
+
+@triton.jit
+def store_activations(
+    gate, up, base, i, ok, there, target, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """act(gate + bias, up + bias) of rows i of a slice at ``base``, to ``target`` [rows, tokens]."""
+    if HAS_BIAS:
+        bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
+        gate += tl.load(bias + 2 * i, mask=ok, other=0.0)[:, None]
+        up += tl.load(bias + 2 * i + 1, mask=ok, other=0.0)[:, None]
+    act = gated(gate, up, CLAMPED, ALPHA, LIMIT).to(tl.bfloat16)
+    tl.store(target, act, mask=ok[:, None] & there[None, :])
 
 
 @triton.jit
@@ -180,28 +191,40 @@ def grouped_down(
             if PACKED:
                 half: tl.constexpr = WIDTH // 2
                 for at in range(0, half, COLS):
-                    x0 = _columns(inner, at, there, half, COLS)
-                    x1 = _columns(inner + half, at, there, half, COLS)
+                    x0 = columns_of(inner, at, there, half, COLS)
+                    x1 = columns_of(inner + half, at, there, half, COLS)
                     acc = _packed_dot(
                         acc, base, AT_CODES, AT_SCALES, row, ok, at, x0, x1, WIDTH, ROWS, COLS
                     )
             else:
                 for at in range(0, WIDTH, COLS):
-                    value = _columns(inner, at, there, WIDTH, COLS)
+                    value = columns_of(inner, at, there, WIDTH, COLS)
                     acc = _plain_dot(acc, base, AT_CODES, row, ok, at, value, WIDTH, COLS)
             tl.debug_barrier()  # the next slice's loads overwrite what other warps still read
         if PACKED:
             acc *= UNSCALE
-        if HAS_BIAS:
-            for number in range(0, count):
-                base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
-                bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
-                acc += tl.load(bias + row, mask=ok, other=0.0)[:, None]
-        place = tl.load(order + pair, mask=there, other=0)
-        target = y + place[None, :] * HIDDEN + row[:, None]
-        mask = ok[:, None] & there[None, :]
-        acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target, acc.to(y.dtype.element_ty), mask=mask)
+        store_outputs(
+            acc, arena, entry, count, order, y, pair, there, row, ok, SLICE_NBYTES, AT_BIAS,
+            HAS_BIAS, HIDDEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_outputs(
+    acc, arena, entry, count, order, y, pair, there, row, ok, SLICE_NBYTES: tl.constexpr,
+    AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """Add rows of an expert's outputs, with the biases of its ``count`` slices, to its pairs'."""
+    if HAS_BIAS:
+        for number in range(0, count):
+            base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
+            bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
+            acc += tl.load(bias + row, mask=ok, other=0.0)[:, None]
+    place = tl.load(order + pair, mask=there, other=0)
+    target = y + place[None, :] * HIDDEN + row[:, None]
+    mask = ok[:, None] & there[None, :]
+    acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

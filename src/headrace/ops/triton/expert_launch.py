@@ -35,6 +35,7 @@ from headrace.ops.triton.expert_plan import (
     STATE_SEQ,
 )
 from headrace.ops.triton.expert_state import COPY_WORDS, PlanState, power_of_two
+from headrace.ops.triton.expert_whole_cuda import WholeExperts, takes
 from headrace.ops.triton.overlap import can_overlap
 from headrace.ops.triton.unpack import GROUPS
 
@@ -81,6 +82,9 @@ class Tuning:
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
+    # MXFP4 in one kernel where there is one: 23.4 us instead of 28.6 alone, but some 10 us a layer slower
+    # within a step (docs/adr/0009).
+    whole: bool = False
 
 
 class ExpertLauncher:
@@ -123,6 +127,11 @@ class ExpertLauncher:
         self._block = state.counts if state.block is None else state.block
         self._has_cpu = state.block is not None
         self._allocate()
+        self._whole: WholeExperts | None = None
+        if self._mxfp4 and self.tuning.whole and takes(geometry, arena.device):
+            self._whole = WholeExperts(
+                geometry, state, arena, self._x_halves, self._h, self.partial, act, self._sms
+            )
         self._blocks: BlockLauncher | None = None
         if mixed:
             self._blocks = BlockLauncher(
@@ -190,6 +199,11 @@ class ExpertLauncher:
         layer: int = 0,
     ) -> None:
         """Compute ``counts[which]`` entries; ``only`` one half of it, for benchmarks."""
+        if only is None and self._whole is not None:
+            # What was fetched depends on the side stream, too: no start before its end.
+            hits = which == COUNT_HITS.value
+            self._whole.compute(entries, which, overlaps=self._overlap and hits)
+            return
         if only != "down":
             if self._blocks is not None:
                 self._blocks.gate_up(layer, x, entries, which)

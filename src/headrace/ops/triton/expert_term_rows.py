@@ -56,13 +56,14 @@ def _quads(words, ROWS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _times(u0, u1, u2, u3, at, there, K: tl.constexpr, SIGNED: tl.constexpr):
-    """Four words of codes each times 256 high + low of the terms at [1, 4 * COUNT], summed.
+    """Four words of codes each times 256 high + low of the terms at [1 or ROWS, 4 * COUNT], summed.
 
     there: which terms to load, or None for all
     """
     count: tl.constexpr = u0.shape[1]
-    h0, h1, h2, h3 = _quads(_terms(at, there), 1, count)
-    l0, l1, l2, l3 = _quads(_terms(at + K // 4, there), 1, count)
+    own: tl.constexpr = at.shape[0]
+    h0, h1, h2, h3 = _quads(_terms(at, there), own, count)
+    l0, l1, l2, l3 = _quads(_terms(at + K // 4, there), own, count)
     zero = tl.zeros_like(u0)
     if SIGNED:
         high = dot4_signed(u1, h1 + zero, dot4_signed(u0, h0 + zero, zero))
@@ -102,6 +103,7 @@ def _floats(at):
     return tl.load(at).to(tl.float32, bitcast=True)
 
 
+# ``first``, the step's first column, is a number, or for what adds one for each row: int32 [ROWS, 1].
 # A step of a format is in two halves: what it loads of the matrix (codes, then scales), and what it adds to
 # the rows, float32 [ROWS, 8], from that and the terms. ``terms_rows`` loads ahead of what it computes.
 
@@ -122,8 +124,8 @@ def q8_0_terms(w, d, terms, first, K: tl.constexpr, ROWS: tl.constexpr):
     w0, w1, w2, w3 = _quads(w, ROWS, 8)
     value = _times(w0, w1, w2, w3, terms + k, k < K // 4, K, True)
     d = tl.reshape(_halves(d, tl.arange(0, 2)[None, None, :]), [ROWS, 4, 1])
-    b = tl.minimum(first // 32 + tl.arange(0, 4)[None, :, None], K // 32 - 1)
-    unit = _floats(terms + K // 2 + K // 16 + b)
+    b = tl.minimum(first // 32 + tl.arange(0, 4)[None, :], K // 32 - 1)
+    unit = tl.expand_dims(_floats(terms + K // 2 + K // 16 + b), 2)
     total = tl.reshape(value.to(tl.float32), [ROWS, 4, 2])
     return tl.reshape(total * (d * unit), [ROWS, 8])
 
@@ -170,11 +172,15 @@ def _k_scaled(low, high, d, a, b, c, terms, first, K: tl.constexpr):
     m = tl.where(h < 2, b & SIX_BITS, ((c >> 4) & 0x0F0F) | ((b >> 2) & 0x3030))
     scale, least = _halves(d, 0), _halves(d, 1)
     units = terms + K // 2 + K // 16 + first // 32 + 2 * h
+    # Which products are fused with an addition is said here, not left to the compiler: programs of one
+    # activation and of four must give the same bits.
     value = low.to(tl.float32) * ((s & 255).to(tl.float32) * _floats(units))
-    value += high.to(tl.float32) * ((s >> 8).to(tl.float32) * _floats(units + 1))
+    factor = (s >> 8).to(tl.float32) * _floats(units + 1)
+    value = tl.fma(high.to(tl.float32), factor, value)
     # Both halves of a group subtract half of its minimum.
     x0, x1 = 0.5 * _floats(units + K // 32), 0.5 * _floats(units + K // 32 + 1)
-    minimum = (m & 255).to(tl.float32) * x0 + (m >> 8).to(tl.float32) * x1
+    second = tl.broadcast_to(x1, (m >> 8).shape)
+    minimum = tl.fma((m >> 8).to(tl.float32), second, (m & 255).to(tl.float32) * x0)
     return value * scale - minimum * least
 
 
@@ -286,16 +292,14 @@ def q6_k_terms(w, bits, s0, s1, d, terms, first, K: tl.constexpr, ROWS: tl.const
     b = (b - 32 * tl.load(sums + 4)).to(tl.float32) * _floats(units + 2)
     up = 24 - 8 * tl.arange(0, 2)[None, None, :]
     part = tl.reshape(a, [ROWS, 4, 2]) * ((s0 << up) >> 24).to(tl.float32)
-    part += tl.reshape(b, [ROWS, 4, 2]) * ((s1 << up) >> 24).to(tl.float32)
+    part = tl.fma(tl.reshape(b, [ROWS, 4, 2]), ((s1 << up) >> 24).to(tl.float32), part)
     return tl.reshape(part * d, [ROWS, 8])
 
 
 @triton.jit
-def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
-    """What a step loads; of steps past the row's end nothing."""
-    if first >= K:
-        return (0,)
-    elif FORMAT == "q8_0":
+def load_step(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
+    """What a step loads."""
+    if FORMAT == "q8_0":
         return q8_0_load(codes, scales, first, ok, K)
     elif FORMAT == "q4_0":
         return q4_0_load(codes, scales, first, ok, K)
@@ -309,11 +313,9 @@ def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+def add_step(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     """acc, float32 [ROWS, 8], and what a step that has loaded ``t`` adds."""
-    if first >= K:
-        return acc
-    elif FORMAT == "q8_0":
+    if FORMAT == "q8_0":
         return acc + q8_0_terms(t[0], t[1], terms, first, K, ROWS)
     elif FORMAT == "q4_0":
         return acc + q4_0_terms(t[0], t[1], terms, first, K, ROWS)
@@ -323,6 +325,23 @@ def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.c
         return acc + q5_k_terms(t[0], t[1], t[2], t[3], t[4], t[5], terms, first, K, ROWS)
     else:
         return acc + q6_k_terms(t[0], t[1], t[2], t[3], t[4], terms, first, K, ROWS)
+
+
+@triton.jit
+def _load(codes, scales, first, ok, FORMAT: tl.constexpr, K: tl.constexpr):
+    """``load_step``; of steps past the row's end nothing."""
+    if first >= K:
+        return (0,)
+    else:
+        return load_step(codes, scales, first, ok, FORMAT, K)
+
+
+@triton.jit
+def _add(acc, t, terms, first, FORMAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+    if first >= K:
+        return acc
+    else:
+        return add_step(acc, t, terms, first, FORMAT, K, ROWS)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.ops.triton.expert_block_launch import BlockTuning
-from headrace.ops.triton.expert_chunk import GROUPED_FORMATS, GpuAnswer, GroupedChunk
+from headrace.ops.triton.expert_chunk import GpuAnswer, GroupedChunk
 from headrace.ops.triton.expert_geometry import MatrixPlace, SliceGeometry
 from headrace.ops.triton.expert_launch import (
     FORMATS,
@@ -13,7 +13,6 @@ from headrace.ops.triton.expert_launch import (
 )
 from headrace.ops.triton.expert_prefetch import FORMATS as ROUTER_FORMATS
 from headrace.ops.triton.expert_prefetch import PrefetchLauncher
-from headrace.ops.triton.expert_slice import slice_product
 from headrace.ops.triton.expert_state import (
     COPY_WORDS,
     NUM_COUNTS,
@@ -27,7 +26,6 @@ from headrace.ops.triton.expert_state import (
 __all__ = [
     "COPY_WORDS",
     "FORMATS",
-    "GROUPED_FORMATS",
     "NUM_COUNTS",
     "ROUTER_FORMATS",
     "BlockTuning",
@@ -43,6 +41,5 @@ __all__ = [
     "Tuning",
     "new_plan_state",
     "plan_layer",
-    "slice_product",
     "start_step",
 ]

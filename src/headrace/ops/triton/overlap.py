@@ -4,7 +4,8 @@ A kernel launched with ``launch_pdl=True`` and compiled with ``PDL`` starts once
 predecessor has called ``release`` or has ended. What it reads or writes that others may still write or
 read comes after ``wait``, which returns when the predecessor has ended altogether; weights may be read
 before, and a batch's lists (contexts, block tables), which are copied to the GPU before a step. Every such
-kernel waits before it releases, so that all that came before the predecessor is done.
+kernel waits before it ends, so that all that came before the predecessor is done, too. To release first, as
+sealed decoding in CUDA C++ does, lets the next kernel fetch while this one's last programs run.
 In a captured graph this becomes a programmatic edge.
 """
 

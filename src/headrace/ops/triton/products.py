@@ -1,6 +1,7 @@
-"""Products with dense weights: few rows by our kernels, many by cuBLAS, packed ones by the reference.
+"""Products with dense weights: few rows by our kernels, many by cuBLAS.
 
-The weights' own type is what is multiplied (activations are rounded to it), sums are float32.
+The weights' own type is what is multiplied (activations are rounded to it), sums are float32. Packed weights
+are multiplied as they are by few rows, and by many as bfloat16; what no kernel reads goes to the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from headrace.ops.records import Activation
 from headrace.ops.reference import dense as reference
 from headrace.ops.triton.few_rows import MAX_GROUP, MAX_ROWS, gated_few, linear_few
 from headrace.ops.triton.few_rows_f32 import linear_few_f32
+from headrace.ops.triton.packed_few import gated_packed, is_packed, linear_packed
+from headrace.ops.triton.packed_many import bands, expanded
 
 _HALVES = ("bf16", "f16")
 _FLOATS = ("f32", *_HALVES)
@@ -30,9 +33,14 @@ def linear(
         return linear_few(x, (weight,), (bias,), residual)[0]
     if weight.format == "f32" and 0 < x.shape[0] <= MAX_ROWS:
         return linear_few_f32(x, weight, bias, residual)
-    if weight.format not in _FLOATS:
+    if is_packed(weight):
+        if 0 < x.shape[0] <= MAX_ROWS:
+            return linear_packed(x, (weight,), (bias,), residual)[0]
+        out = product_expanded(x, weight)
+    elif weight.format not in _FLOATS:
         return reference.linear(x, weight, bias, residual)
-    out = product(x.to(weight.parts["data"].dtype), weight)
+    else:
+        out = product(x.to(weight.parts["data"].dtype), weight)
     if bias is not None:
         out += bias
     if residual is not None:
@@ -47,6 +55,8 @@ def linear_group(
     same = len({w.format for w in weights}) == 1
     if len(weights) <= MAX_GROUP and same and _few(x, weights):
         return linear_few(x, weights, biases)
+    if len(weights) <= MAX_GROUP and 0 < x.shape[0] <= MAX_ROWS and all(map(is_packed, weights)):
+        return linear_packed(x, weights, biases)
     return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
 
@@ -56,6 +66,8 @@ def gated_linear(
     """act(x gate^T, x up^T); see ``headrace.ops.reference.dense.gated_linear``."""
     if gate.format == up.format and _few(x, (gate, up)):
         return gated_few(x, gate, up, act)
+    if is_packed(gate) and is_packed(up) and 0 < x.shape[0] <= MAX_ROWS:
+        return gated_packed(x, gate, up, act)
     return reference.activate(linear(x, gate), linear(x, up), act)
 
 
@@ -67,6 +79,16 @@ def product(x: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
     if x.is_cuda:
         return torch.mm(x, w, out_dtype=torch.float32)
     return torch.mm(x.float(), w.float())  # torch has no such product on the CPU: its twin
+
+
+def product_expanded(x: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+    """``product`` with a packed matrix, rounded to bfloat16 band by band: float32 [T, N]."""
+    x = x.to(torch.bfloat16)
+    outs = [
+        product(x, PackedTensor("bf16", band.shape, {"data": expanded(band)}))
+        for band in bands(weight)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def _few(x: torch.Tensor, weights: Sequence[PackedTensor]) -> bool:

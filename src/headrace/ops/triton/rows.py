@@ -13,6 +13,8 @@ from headrace.formats.base import PackedTensor
 from headrace.ops.records import AttentionBatch, LayerKV, RopeTable
 from headrace.ops.reference import dense as reference
 from headrace.ops.triton.overlap import can_overlap, wait_and_release
+from headrace.ops.triton.packed_few import is_packed
+from headrace.ops.triton.packed_many import embed_packed
 
 FLOATS = ("f32", "f16", "bf16")
 _COLUMNS = 1024  # of an embedding row that one program copies
@@ -28,10 +30,12 @@ def embed_kernel(table, ids, out, cols, row_stride, BLOCK: tl.constexpr):
 
 
 def embed(weight: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
-    """Look up token vectors; packed tables are gathered and unpacked by the reference.
+    """Look up token vectors, which are unpacked if the table is packed.
 
     weight: [V, D]; ids: int64 [T]. Returns float32 [T, D].
     """
+    if is_packed(weight):
+        return embed_packed(weight, ids)
     if weight.format not in FLOATS:
         return reference.embed(weight, ids)
     data = weight.parts["data"]

@@ -38,6 +38,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int head = blockIdx.y, row = blockIdx.z;
     const int threads = 32 * WARPS + 32;
+    // Merging may be started, and after it the next kernel, when the first blocks here end: both wait themselves.
+    start_next_kernel();
     // What other kernels do not write comes before waiting for them.
 #if RANK
     const int sums = (GROUP * RANK + WARPS) / (WARPS + 1);  // of a warp: U q by head and direction
@@ -88,7 +90,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, BLOCKS) sealed_dec
         }
     }
     wait_for_kernel();
-    start_next_kernel();
 
     const float* q = call.q + ((u64)row * call.kv_heads + head) * GROUP * DIM;
     float mine_of_q[(GROUP * DIM + threads - 1) / threads];

@@ -20,7 +20,7 @@ from headrace.ops.triton.softmax import LOG2_E
 
 DIM, PAGE, MAX_GROUP = 128, 64, 8
 SOURCES = ("sealed_hopper.cuh", "sealed_rest.cuh", "sealed_decode.cu", "sealed_merge.cuh")
-_MERGE_THREADS = 1024
+_MERGE_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shape:
     """How the work is cut, and compile-time choices of the kernel.
 
     min_part, long_part: pages of a part at least, and before a row has more than few_parts
-    max_parts: of a row at most, 1023
+    max_parts: of a row at most, 511
     warps: of a block, each with a part; stages: pages that a warp holds; blocks: of a multiprocessor
         (H200, 2026-11-30, batch 1 at 128K / 8 at 32K in us: 3 stages 60.0 / 121.8; 4 62.5 / 126.3; 2 stages
         and 2 blocks 66.1 / 127.7; 8 warps, 2 stages, 128 parts 64.8 / 126.6)

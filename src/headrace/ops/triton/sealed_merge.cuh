@@ -2,8 +2,8 @@
 
 // The parts of one row and head by their log-sum-exp, with the sink: GROUPS x 128 threads, a channel and every
 // GROUPS-th part each, AT_ONCE of which are loaded together.
-#define GROUPS 8
-#define AT_ONCE 17  // GROUPS times as many cover the most parts that a row usually has, 129
+#define GROUPS 4
+#define AT_ONCE 17  // GROUPS times as many cover the most parts that a row usually has, 65
 extern "C" __global__ void __launch_bounds__(GROUPS * DIM) sealed_merge(
     const float2* sums, const float* mixed, const float* sinks, float* out, const int* context_lens, int window,
     Cut cut, int slots, int has_sinks) {
@@ -15,8 +15,8 @@ extern "C" __global__ void __launch_bounds__(GROUPS * DIM) sealed_merge(
     int size = part_size(pages, cut), count = (pages + size - 1) / size + 1;
     u64 place = ((u64)row * heads + head) * slots;
     int d = i % DIM, group = i / DIM;
-    wait_for_kernel();
     start_next_kernel();
+    wait_for_kernel();
     float2 sum = i < count ? sums[place + i] : make_float2(MINUS_INFINITY, 0.0f);
     float part[AT_ONCE];
 #pragma unroll

@@ -63,8 +63,9 @@ DECODE: dict[tuple[tuple[int, int], str], DecodeTuning] = {
         4,
         5,
         None,
-        "132.0 / 264.2; tile 128, 3 stages 131.8 / 263.9, slower at 64K; 7 stages "
-        "134.8 / 267.7; swapped, tile 128 145.9 / 291.3: its values are not loaded ahead",
+        "126.9 / 262.4, 67.8 at 1 x 64K; tile 32, 7 stages 125.1 / 277.1, 67.1; 32, 5 stages 8 x 32K 268.6, "
+        "67.6; tile 128, 3 stages 8 x 32K 263.7, 70.8; 8 warps 265.7, 68.3; 7 stages 130.0 / 302.8, 71.7; "
+        "swapped, tile 128, before early starts, 145.9 / 291.3: its values are not loaded ahead",
         swapped=False,
     ),
 }

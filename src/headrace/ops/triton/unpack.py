@@ -83,6 +83,24 @@ def weight_tile(
 
 
 @triton.jit
+def row_sums(acc, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """float32 [ROWS]: sums over the columns of what was added up in tiles of ``weight_tile``.
+
+    Group by group: where a warp's lanes lie along columns, then rows, then columns again, as those of a
+    tile may, Triton 3.6 adds up the wrong ones (Q4_0 and IQ4_NL in tiles of 8 rows on an H200).
+    """
+    if FORMAT == "bf16" or FORMAT == "f16" or FORMAT == "f32" or FORMAT == "fp8_e4m3":
+        return tl.sum(acc, 1)
+    else:
+        group: tl.constexpr = (
+            16
+            if FORMAT == "nvfp4" or FORMAT == "q2_k" or FORMAT == "q3_k" or FORMAT == "q6_k"
+            else 32
+        )
+        return tl.sum(tl.sum(tl.reshape(acc, [ROWS, COLS // group, group]), 2), 1)
+
+
+@triton.jit
 def _small_tile(codes, scales, g, i, ok, FORMAT: tl.constexpr):
     """Formats without superblocks, one block a group."""
     if FORMAT == "q8_0":
