@@ -71,9 +71,9 @@ class GroupedTuning:
 
 
 # Of unpacked tiles: whole groups of every format's columns. H200, 2026-11-30, 128 experts of 2048 x 768, gate
-# and up in Q4_K, down in Q6_K, all resident, the whole layer: 512 tokens 1.3 ms (32 x 16: 2.9; 64 x 128: 1.9),
-# 2,048 tokens 3.0 (64 x 128: 2.3, whose sums nobody has compared; 128 x 128: 2.7). One slice after the other
-# by cuBLAS took 142 and 226.
+# and up in Q4_K, down in Q6_K, all resident, the whole layer: 512 tokens 1.3 ms (tiles of 32 x 16: 2.9, of
+# 64 x 128: 1.9), 2,048 tokens 3.0 (64 x 128: 2.3, but its sums nobody has compared; 128 x 128: 2.7). One
+# slice after the other by cuBLAS took 142 and 226.
 _UNPACKED: tuple[Tile, Tile] = ((64, 64, 64, 4, 2), (64, 64, 64, 4, 2))
 BLOCKS = GroupedTuning(few=_UNPACKED, some=_UNPACKED, many=_UNPACKED)
 
