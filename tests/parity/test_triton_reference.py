@@ -96,13 +96,15 @@ def test_linear_group_and_gated_linear(fmt: str, rows: int):
         )
 
 
-def test_packed_weights_are_served_by_the_reference():
+def test_packed_weights_give_the_reference_results():
+    """Products of 8-bit terms of the activations, where a format has them; rows as they are stored."""
     from tests.fixtures.cpu_oracle import random_packed
 
     rng = np.random.default_rng(3)
     w = random_packed("q4_k", 16, 256, rng)
     x, ids = normal(rng, 3, 256), torch.tensor([3, 0])
-    close("linear", run("linear", x, w), TWINS["linear"](x, w), exact=True)
+    want = TWINS["linear"](x, w)
+    assert (run("linear", x, w).cpu() - want).abs().max() < 5e-5 * want.abs().max()
     assert torch.equal(run("embed", w, ids).cpu(), TWINS["embed"](w, ids))
 
 

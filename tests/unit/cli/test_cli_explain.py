@@ -14,6 +14,8 @@ from tests.golden.test_explain_table import report
 RUN = [
     "explain",
     "tiny",
+    "--device",
+    "cpu",
     "--context",
     "128",
     "--prompt-tokens",
