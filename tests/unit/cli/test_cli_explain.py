@@ -53,7 +53,7 @@ def test_several_sequences(capsys: pytest.CaptureFixture[str]):
 
 
 def test_as_many_sequences_as_asked_for_run_at_once(capsys: pytest.CaptureFixture[str]):
-    argv = [*RUN[:4], "--prompt-tokens", "8", "--steps", "4", "--no-probe", "--json"]
+    argv = [*RUN[:6], "--prompt-tokens", "8", "--steps", "4", "--no-probe", "--json"]
     assert main([*argv, "--sequences", "24"]) == 0  # more than the engine's own choice of 16
     said = capsys.readouterr()
     assert json.loads(said.out)["sequences"] == 24
@@ -61,7 +61,7 @@ def test_as_many_sequences_as_asked_for_run_at_once(capsys: pytest.CaptureFixtur
 
 
 def test_sequences_that_have_to_wait_are_told(capsys: pytest.CaptureFixture[str]):
-    argv = [*RUN[:4], "--prompt-tokens", "100", "--steps", "4", "--no-probe", "--json"]
+    argv = [*RUN[:6], "--prompt-tokens", "100", "--steps", "4", "--no-probe", "--json"]
     assert main([*argv, "--sequences", "30"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)["sequences"]
@@ -70,7 +70,7 @@ def test_sequences_that_have_to_wait_are_told(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
-    assert main([*RUN[:4], "--prompt-tokens", "200"]) == 2
+    assert main([*RUN[:6], "--prompt-tokens", "200"]) == 2
     said = capsys.readouterr().err
     assert "do not fit the context of 128" in said
     assert "measuring" not in said
