@@ -1,8 +1,8 @@
 """How accurate each KV format was measured to be, by architecture: what ``--kv-format auto`` goes by.
 
-Every row comes from ``benchmarks/attention/accuracy.py``, or its perplexity from ``perplexity.py`` there; a format *holds* on an architecture when its
-perplexity at the longest context measured is within 1 % of that with bf16: a perplexity that falls by more
-says that the model has changed as much as one that rises.
+Every row comes from ``benchmarks/attention/accuracy.py``, or its perplexity from ``perplexity.py`` there; a
+format *holds* on an architecture when its perplexity at the longest context measured is within 1 % of that
+with bf16: a perplexity that falls by more says that the model has changed as much as one that rises.
 """
 
 from __future__ import annotations
