@@ -191,6 +191,25 @@ def test_a_long_chunk_is_the_same_on_both_paths_and_streamed(
         assert [len(row) for row in after] == [len(row) for row in before]
 
 
+def test_the_cpus_share_follows_rates_between_prompts(store: HostStore) -> None:
+    paths = _paths(store, "hybrid", 5)
+    prefill = StreamPrefill(
+        HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu_share=0.6
+    )
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    assert prefill.cpu_share == 0.6
+    prefill.set_rates(PathRates(45.0, 25.0, 4096))  # 3:2 becomes 1:2
+    assert prefill.cpu_share == pytest.approx(1 / 3)
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    prefill.set_rates(None)
+    assert prefill.cpu_share == pytest.approx(0.6)
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    prefill.set_rates(PathRates(45.0, 0.0, 4096))
+    assert prefill.cpu_share == 0
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    assert prefill.cpu_share == 75 / 120
+
+
 @needs_native
 def test_pieces_keep_what_the_whole_chunk_uses(store: HostStore) -> None:
     paths = _paths(store, "hybrid", 8)  # experts 0 and 1 of both layers
@@ -200,15 +219,12 @@ def test_pieces_keep_what_the_whole_chunk_uses(store: HostStore) -> None:
     prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu=cpu)
     prefill.set_rates(SLOW_LINK)
     x, _, weights, _ = _chunk(store, 0, 1)
-    # The first piece uses only experts 2 and 3, the others 0 and, eight times, 4.
-    first, others = [[2, 3]] * 4, [[0, 4]] * 8 + [[0, 5]] * 8
-    ids = torch.tensor(first + others, dtype=torch.int32)
+    # The last piece uses only experts 2 and 3, and by its own uses would keep these two.
+    ids = torch.tensor([[0, 4]] * 8 + [[0, 5]] * 8 + [[2, 3]] * 4, dtype=torch.int32)
     prefill(0, x, ids, weights)
-    # Of expert 0's 16 uses nobody has more than twice as many, expert 1's none are fewer than half of 4.
+    # Expert 4's 8 uses drive out expert 1, which has none; 5's 8 and 2's and 3's 4 are not twice as many.
     found = {key // 2 for key, slot in enumerate(paths.residency()[0]) if slot >= 0}
-    assert 0 in found
-    assert 1 not in found
-    assert len(found) == 2
+    assert found == {0, 4}
 
 
 def test_what_nobody_can_serve_is_refused() -> None:
@@ -223,7 +239,8 @@ def test_what_nobody_can_serve_is_refused() -> None:
 
 @needs_triton
 @needs_native
-def test_on_the_gpu_with_the_service(store: HostStore) -> None:
+@pytest.mark.parametrize("most", [32, 8])
+def test_on_the_gpu_with_the_service(store: HostStore, most: int) -> None:
     device = HostDevice() if DEVICE.type == "cpu" else CudaDevice()
     shape = ExecutorShape("hybrid", 1, TOP_K, 6)
     layout = store.layout
@@ -244,6 +261,8 @@ def test_on_the_gpu_with_the_service(store: HostStore) -> None:
         prefill = StreamPrefill(
             device, store, paths.shape, paths, paths.chunk(ACT), cpu=cpu, cpu_share=0.4
         )
+        cpu.max_tokens = most  # 20 tokens at once, or 8, 8 and 4
+        prefill.set_rates(SLOW_LINK)
         for seed in (1, 2):
             x, ids, weights, want = _chunk(store, 0, seed)
             found = prefill(0, x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))

@@ -129,10 +129,23 @@ class StreamPrefill:
         return self._route(layer, x, ids, weights)
 
     def set_rates(self, rates: PathRates | None) -> None:
-        """Choose between both paths and streaming by these rates; between steps. None: unknown."""
-        if rates != self._rates:
-            self._rates = rates
-            self._crossovers.clear()
+        """Choose between both paths and streaming by these rates; between steps. None: unknown.
+
+        What prompts showed of the CPU's share stays, moved by how much the rates moved: a path that got
+        nothing shows nothing.
+        """
+        before, self._rates = self._rates, rates
+        if rates == before:
+            return
+        self._crossovers.clear()
+        if rates is None or before is None:
+            return
+        cpu, ring = rates.cpu_gbps, rates.pcie_gbps
+        if before.cpu_gbps and before.pcie_gbps:
+            cpu *= self.cpu_share / before.cpu_gbps
+            ring *= (1 - self.cpu_share) / before.pcie_gbps
+        if cpu + ring:
+            self.cpu_share = cpu / (cpu + ring)
 
     def takes_both_paths(self, num_tokens: int, top_k: int) -> bool:
         """Whether a chunk's misses are split between PCIe and the CPU, where a layer can be fetched."""
