@@ -36,20 +36,22 @@ def test_watched_operations_tell_their_times_and_are_themselves_again():
     ops = OpSet(
         {
             "linear": Op("linear", "toy", plain, 0.0),
+            "rope": Op("rope", "toy", plain, 0.0),
             "dense_block": Op("dense_block", "toy", block, 0.0, times_parts=True),
         }
     )
     assert ops.linear is plain
-    blocks = ops.watch(lambda name, args, s: seen.append((name, args, s)))
-    assert (ops.linear(4), ops.dense_block(4), ops.dense_block(5)) == (8, 5, 6)
+    times = ops.watch(lambda name, args, s: seen.append((name, args, s)))
+    assert (ops.linear(4), ops.dense_block(4), ops.dense_block(5), ops.rope(3)) == (8, 5, 6, 6)
     assert ops.watch(None) == {}
     assert ops.linear is plain
     assert ops.dense_block(1) == 2
     assert [(name, args) for name, args, _ in seen] == [("linear", (4,))]
     assert all(s >= 0 for _, _, s in seen)
     # A block adds up its parts, and what its calls took around them.
-    assert set(blocks) == {"dense_block"}
-    calls, seconds, parts = blocks["dense_block"].take()
+    assert set(times) == {"dense_block", "rope"}
+    assert times["rope"].take()[::2] == (1, [])
+    calls, seconds, parts = times["dense_block"].take()
     assert (calls, parts) == (2, [0.0, 0.5, 0.0])
     assert seconds >= 0
-    assert blocks["dense_block"].take() == (0, 0.0, [0.0, 0.0, 0.0])
+    assert times["dense_block"].take() == (0, 0.0, [0.0, 0.0, 0.0])

@@ -25,7 +25,7 @@ from headrace.explain.running_cost import (
     running_cost,
 )
 from headrace.formats.base import PackedTensor
-from headrace.ops.registry import BLOCKS, BlockTimes, OpSet
+from headrace.ops.registry import BLOCKS, OpSet, OpTimes
 
 OP_CLASSES = {
     "embed": leaf.EMBED,
@@ -119,7 +119,7 @@ class StepProfiler:
             for block, parts in BLOCKS.items()
         }
         self._seen: dict[str, list[float]] = {}
-        self._blocks: Mapping[str, BlockTimes] = {}
+        self._times: Mapping[str, OpTimes] = {}
         self._alike: tuple[int, int, bool] | None = None
         self._works: dict[str, tuple[int, MovedBytes]] = {}
         self.rows = StepRows((), 0)  # of the step that was taken last
@@ -130,11 +130,11 @@ class StepProfiler:
 
     def start(self) -> None:
         """Watch from now on."""
-        self._blocks = self.ops.watch(self._called)
+        self._times = self.ops.watch(self._called)
 
     def stop(self) -> None:
         """Leave the operations alone."""
-        self._blocks = self.ops.watch(None)
+        self._times = self.ops.watch(None)
 
     def begins(self, chunks: Sequence[ScheduledChunk]) -> None:
         """A step is about to be computed."""
@@ -144,9 +144,12 @@ class StepProfiler:
 
     def classes(self) -> dict[str, tuple[int, float]]:
         """Calls and seconds by class since the last time that somebody asked."""
-        for name, times in self._blocks.items():
+        for name, times in self._times.items():
             calls, seconds, parts = times.take()
             if not calls:
+                continue
+            if not parts:
+                self._add(self.class_of(name, (), None), calls, seconds)
                 continue
             for ident, part in zip(self._block_classes[name], parts, strict=True):
                 self._add(ident, calls, part)

@@ -83,11 +83,11 @@ OpMarker = Callable[[str, tuple[Any, ...], int | None], None]
 
 
 @dataclass
-class BlockTimes:
-    """What the calls of a block that times its parts took, since its watch began.
+class OpTimes:
+    """What the calls of an operation took, since its watch began.
 
-    seconds: around the calls, so that what ``parts`` leave is that of calling from Python;
-    parts: doubles, in the order of ``BLOCKS``
+    seconds: around the calls; parts: doubles, those of a block that times its parts, in the order of
+    ``BLOCKS`` (else none): what they leave of ``seconds`` is that of calling from Python
     """
 
     parts: array[float]
@@ -116,9 +116,9 @@ def _watched(op: Op, watcher: OpWatcher) -> Callable[..., Any]:
     return whole
 
 
-def _timed(op: Op, times: BlockTimes) -> Callable[..., Any]:
-    """``op.function``, a block that adds to ``times``: nobody is told at each call, which would cost
-    more than the call's own arguments (6 us with cold caches, two Zen 4 cores, 2026-11)."""
+def _timed(op: Op, times: OpTimes) -> Callable[..., Any]:
+    """``op.function``, adding to ``times``: nobody is told at each call, which would cost more than the
+    call's own arguments (6 us with cold caches, two Zen 4 cores, 2026-11)."""
     function, parts, now = op.function, times.parts, time.perf_counter
 
     def block(*args: Any) -> Any:
@@ -128,7 +128,14 @@ def _timed(op: Op, times: BlockTimes) -> Callable[..., Any]:
         times.calls += 1
         return result
 
-    return block
+    def whole(*args: Any) -> Any:
+        start = now()
+        result = function(*args)
+        times.seconds += now() - start
+        times.calls += 1
+        return result
+
+    return block if op.times_parts else whole
 
 
 def _marked(op: Op, marker: OpMarker) -> Callable[..., Any]:
@@ -163,22 +170,25 @@ class OpSet:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise InternalError(f"operation {name!r} has no implementation on this device")
 
-    def watch(self, watcher: OpWatcher | None) -> Mapping[str, BlockTimes]:
-        """Time every call from now on and tell ``watcher``; None: stop, and call the kernels directly.
+    def watch(
+        self, watcher: OpWatcher | None, told: Sequence[str] = ("linear",)
+    ) -> Mapping[str, OpTimes]:
+        """Time every call from now on; None: stop, and call the kernels directly.
 
-        Blocks that time their parts are not told of, but add to the times that are returned, by name.
-        Callers look operations up at each call, so that this takes effect at once and costs nothing
-        while nobody watches. On a device that computes behind the caller's back the times are those
-        of the launches.
+        ``watcher`` is told of the calls of operations whose arguments matter, ``told``. The others add to
+        the times that are returned, by name. Callers look operations up at each call, so that this
+        takes effect at once and costs nothing while nobody watches. On a device that computes behind
+        the caller's back the times are those of the launches.
         """
-        times: dict[str, BlockTimes] = {}
+        times: dict[str, OpTimes] = {}
         for name, op in self.chosen.items():
             function = op.function
-            if watcher is not None and op.times_parts:
-                times[name] = BlockTimes(array("d", bytes(8 * len(BLOCKS[name]))))
-                function = _timed(op, times[name])
-            elif watcher is not None:
+            if watcher is not None and name in told:
                 function = _watched(op, watcher)
+            elif watcher is not None:
+                parts = len(BLOCKS[name]) if op.times_parts else 0
+                times[name] = OpTimes(array("d", bytes(8 * parts)))
+                function = _timed(op, times[name])
             setattr(self, name, function)
         return times
 

@@ -62,22 +62,20 @@ class GroupedTuning:
     few: tuple[Tile, Tile] = ((64, 16, 64, 4, 3), (64, 16, 64, 4, 3))
     some: tuple[Tile, Tile] = ((64, 64, 32, 4, 4), (64, 64, 32, 4, 4))
     many: tuple[Tile, Tile] = ((64, 128, 32, 4, 3), (64, 128, 32, 4, 3))
-    fill: int = 2  # tiles of tokens that an expert has before larger ones are taken
 
     def tiles(self, mean: int) -> tuple[Tile, Tile]:
         """For experts of so many tokens on average; small ones are ``few``."""
-        if mean <= self.fill * self.few[0][1]:
+        if mean <= 2 * self.few[0][1]:
             return self.few
-        return self.some if mean <= self.fill * self.some[0][1] else self.many
+        return self.some if mean <= 2 * self.some[0][1] else self.many
 
 
 # Of unpacked tiles: whole groups of every format's columns. H200, 2026-11-30, 128 experts of 2048 x 768, gate
-# and up in Q4_K, down in Q6_K, all resident, the whole layer: 512 tokens 1.2 ms (32 x 16: 2.9; 64 x 128:
-# 1.9), 2,048 tokens 2.3 (64 x 64: 2.9; 128 x 128: 2.7). One slice after the other by cuBLAS: 142 and 226.
-_UNPACKED: tuple[Tile, Tile] = ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3))
-BLOCKS = GroupedTuning(
-    few=_UNPACKED, some=_UNPACKED, many=((64, 128, 64, 4, 2), (64, 128, 64, 4, 2)), fill=1
-)
+# and up in Q4_K, down in Q6_K, all resident, the whole layer: 512 tokens 1.3 ms (tiles of 32 x 16: 2.9, of
+# 64 x 128: 1.9), 2,048 tokens 3.0 (64 x 128: 2.3, but its sums nobody has compared; 128 x 128: 2.7). One
+# slice after the other by cuBLAS took 142 and 226.
+_UNPACKED: tuple[Tile, Tile] = ((64, 64, 64, 4, 2), (64, 64, 64, 4, 2))
+BLOCKS = GroupedTuning(few=_UNPACKED, some=_UNPACKED, many=_UNPACKED)
 
 
 # The interpreter's time goes with the number of operations.
