@@ -16,6 +16,7 @@ from headrace.experts.paths import HostPaths
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import slab_layout
+from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import CudaDevice, HostDevice
@@ -118,6 +119,114 @@ def test_the_cache_is_warmed_with_what_was_used_and_forgets_only_what_was_not(
     assert prefill.fetched == before, "everything was resident"
 
 
+SLOW_LINK, FAST_LINK = PathRates(1.0, 500.0, 4096), PathRates(500.0, 1.0, 4096)
+
+
+class CountingShare(DirectShare):
+    """Counts (token, expert) pairs that it is asked for, by slice."""
+
+    pairs = 0
+
+    def begin(self, layer, ids, weights, keys) -> None:
+        assert ids.shape[0] <= self.max_tokens
+        flat = ids.flatten().tolist()
+        self.pairs += sum(flat.count(int(key) // 2) for key in keys)
+        super().begin(layer, ids, weights, keys)
+
+
+class CountingChunk:
+    """Counts (token, expert) pairs that the device computes, by slice."""
+
+    def __init__(self, chunk) -> None:
+        self._chunk, self.pairs, self.copied = chunk, 0, []
+
+    def begin(self, layer, x, ids, weights) -> None:
+        self._ids = ids.flatten().tolist()
+        self._chunk.begin(layer, x, ids, weights)
+
+    def stage(self, work, ends) -> None:
+        self.pairs += sum(self._ids.count(int(key) // 2) for key in work[:, 1])
+        self._chunk.stage(work, ends)
+
+    def compute(self, number: int) -> None:
+        self._chunk.compute(number)
+
+    def finish(self) -> torch.Tensor:
+        return self._chunk.finish()
+
+
+@needs_native
+@pytest.mark.parametrize(("rates", "both"), [(SLOW_LINK, True), (FAST_LINK, False), (None, False)])
+def test_a_long_chunk_is_the_same_on_both_paths_and_streamed(
+    store: HostStore, rates: PathRates | None, both: bool
+) -> None:
+    paths = _paths(store, "hybrid", 9)
+    before = [{k for k, slot in enumerate(row) if slot >= 0} for row in paths.residency()]
+    bases = [store.base(layer) for layer in range(LAYERS)]
+    cpu = CountingShare(cpu_experts(), store.layouts, bases, EXPERTS, ACT)
+    cpu.max_tokens = 6  # 20 tokens: 6, 6, 6 and 2
+    device = CountingChunk(paths.chunk(ACT))
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, device, cpu=cpu, cpu_share=0.5)
+    prefill.set_rates(rates)
+    assert prefill.takes_both_paths(TOKENS, TOP_K) == both
+    assert prefill.takes_both_paths(6, TOP_K)
+    pairs = 0
+    for step in range(2):
+        for layer in range(LAYERS):
+            x, ids, weights, want = _chunk(store, layer, 10 * step + layer)
+            assert _error(prefill(layer, x, ids, weights), want) < 2e-4
+            pairs += 2 * int((ids >= 0).sum())  # slices of an expert
+            for key, slot in enumerate(paths.residency()[layer].tolist()):
+                if slot >= 0:
+                    assert paths.tables.owner_of[slot] == layer * EXPERTS * 2 + key
+                    assert torch.equal(
+                        paths.slots(slot, 1)[0], store.slab(layer, key // 2)[key % 2]
+                    )
+    assert device.pairs + cpu.pairs == pairs, "every token's experts once"
+    assert (cpu.pairs > 0) == both
+    after = [{k for k, slot in enumerate(row) if slot >= 0} for row in paths.residency()]
+    lent = 0 if both else 9 // 8
+    assert sum(map(len, after)) >= sum(map(len, before)) - lent, "nothing is wiped"
+    if both:
+        assert [len(row) for row in after] == [len(row) for row in before]
+
+
+def test_the_cpus_share_follows_rates_between_prompts(store: HostStore) -> None:
+    paths = _paths(store, "hybrid", 5)
+    prefill = StreamPrefill(
+        HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu_share=0.6
+    )
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    assert prefill.cpu_share == 0.6
+    prefill.set_rates(PathRates(45.0, 25.0, 4096))  # 3:2 becomes 1:2
+    assert prefill.cpu_share == pytest.approx(1 / 3)
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    prefill.set_rates(None)
+    assert prefill.cpu_share == pytest.approx(0.6)
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    prefill.set_rates(PathRates(45.0, 0.0, 4096))
+    assert prefill.cpu_share == 0
+    prefill.set_rates(PathRates(45.0, 75.0, 4096))
+    assert prefill.cpu_share == 75 / 120
+
+
+@needs_native
+def test_pieces_keep_what_the_whole_chunk_uses(store: HostStore) -> None:
+    paths = _paths(store, "hybrid", 8)  # experts 0 and 1 of both layers
+    bases = [store.base(layer) for layer in range(LAYERS)]
+    cpu = DirectShare(cpu_experts(), store.layouts, bases, EXPERTS, ACT)
+    cpu.max_tokens = 4
+    prefill = StreamPrefill(HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu=cpu)
+    prefill.set_rates(SLOW_LINK)
+    x, _, weights, _ = _chunk(store, 0, 1)
+    # The last piece uses only experts 2 and 3, and by its own uses would keep these two.
+    ids = torch.tensor([[0, 4]] * 8 + [[0, 5]] * 8 + [[2, 3]] * 4, dtype=torch.int32)
+    prefill(0, x, ids, weights)
+    # Expert 4's 8 uses drive out expert 1, which has none; 5's 8 and 2's and 3's 4 are not twice as many.
+    found = {key // 2 for key, slot in enumerate(paths.residency()[0]) if slot >= 0}
+    assert found == {0, 4}
+
+
 def test_what_nobody_can_serve_is_refused() -> None:
     layout = slab_layout("mxfp4", 64, 64, has_bias=True, num_slices=2)
     store = random_store(layout, LAYERS, EXPERTS, seed=9, threads=1)  # not pinned
@@ -130,7 +239,8 @@ def test_what_nobody_can_serve_is_refused() -> None:
 
 @needs_triton
 @needs_native
-def test_on_the_gpu_with_the_service(store: HostStore) -> None:
+@pytest.mark.parametrize("most", [32, 8])
+def test_on_the_gpu_with_the_service(store: HostStore, most: int) -> None:
     device = HostDevice() if DEVICE.type == "cpu" else CudaDevice()
     shape = ExecutorShape("hybrid", 1, TOP_K, 6)
     layout = store.layout
@@ -151,6 +261,8 @@ def test_on_the_gpu_with_the_service(store: HostStore) -> None:
         prefill = StreamPrefill(
             device, store, paths.shape, paths, paths.chunk(ACT), cpu=cpu, cpu_share=0.4
         )
+        cpu.max_tokens = most  # 20 tokens at once, or 8, 8 and 4
+        prefill.set_rates(SLOW_LINK)
         for seed in (1, 2):
             x, ids, weights, want = _chunk(store, 0, seed)
             found = prefill(0, x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))

@@ -22,7 +22,7 @@ from headrace.machine.profile import MachineProfile
 # The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
 # Fixed, so that a faster part never makes a plan slower.
 SHARES = tuple(i / 16 for i in range(17))
-# Chunks of which the CPU computes a part (experts.building.MAX_CPU_TOKENS).
+# Tokens that the CPU takes at a time (experts.building.MAX_CPU_TOKENS).
 SHORT_CHUNK = 128
 
 
@@ -264,8 +264,9 @@ def prefill_time(
 ) -> tuple[StepTime, float]:
     """The last chunk's step, and the seconds of all chunks of one prompt.
 
-    Resident experts are not copied; the others travel once a chunk. A short chunk takes both paths, with
-    the best share of ``SHARES``.
+    Resident experts are not copied; the others travel once a chunk, or a chunk takes both paths in pieces
+    of ``SHORT_CHUNK`` tokens with the best share of ``SHARES``: always if it is one piece, else if that is
+    faster, as the engine decides (``experts.prefill``).
     """
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
     kept = min(1.0, layout.resident + layout.ram_share)
@@ -276,13 +277,13 @@ def prefill_time(
         shape = StepShape("prefill", 1, size, done)
 
         def timed(share: float, shape: StepShape = shape) -> StepTime:
-            routed = replace(place, routed=True, fetch_share=share)
+            routed = replace(place, at_once=SHORT_CHUNK, fetch_share=share)
             return step_time(spec, shape, routed, machine, engine)
 
-        if size <= SHORT_CHUNK and layout.mode in ("ram", "disk"):
-            last = timed(_best_share(lambda share: timed(share).seconds))
-        else:
-            last = step_time(spec, shape, place, machine, engine)
+        last = step_time(spec, shape, place, machine, engine)
+        if layout.mode in ("ram", "disk"):
+            both = timed(_best_share(lambda share: timed(share).seconds))
+            last = both if size <= SHORT_CHUNK or both.seconds < last.seconds else last
         seconds, done = seconds + last.seconds, done + size
     assert last is not None
     return last, seconds

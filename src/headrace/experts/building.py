@@ -23,8 +23,8 @@ from headrace.ops import registry
 from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceOptions
 from headrace.ops.records import Activation
 
-# Prompt chunks of which the CPU computes a part: beyond it nearly every expert has several tokens, and
-# the GPU is faster with one copy of each. Bounds the request block too.
+# Tokens of a prompt that the CPU takes at a time: beyond it nearly every expert has several tokens, so that
+# a longer request would move hardly fewer bytes a token. Bounds the request block too.
 MAX_CPU_TOKENS = 128
 # A line of the CPU's cache: the request block's fields must not share one with anything else.
 _LINE_NBYTES = 64

@@ -231,6 +231,12 @@ class HybridExecutor:
         else:
             table = (0,) * (most + 1)
         self.set_table(table)
+        self.set_prompt_rates(rates)
+
+    def set_prompt_rates(self, rates: PathRates | None) -> None:
+        """Choose by these rates how long prompts go; between steps. None: they are not known."""
+        if isinstance(self._prefill, StreamPrefill):
+            self._prefill.set_rates(rates)
 
     def set_table(self, table: tuple[int, ...]) -> None:
         """Fetch ``table[m]`` of m missing slices from now on; between steps. Captured graphs follow."""

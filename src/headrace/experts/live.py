@@ -69,6 +69,8 @@ class LiveExperts:
         """See ``engine.parts.ExpertRuntime``."""
         self.executor.step_begins(num_tokens)
         self._tokens = num_tokens
+        if self.tracker is not None and num_tokens > self.executor.shape.max_tokens:
+            self.executor.set_prompt_rates(self.tracker.rates)
         if self._promoter is not None:
             self._promoter.advance(self._idle_nbytes if self._decodes else 0)
         self._idle_nbytes = 0

@@ -1,12 +1,14 @@
 """Prompt chunks: hits where they lie, misses through a ring of slots and on the CPU, all at once.
 
-Short chunks take only the experts that were routed. The host learns the routing of each layer, its one
-wait there; of the missing slices the CPU gets the share that lets it finish with PCIe, by the rates that
-the layers before showed, if the chunk is short enough for it (``request_block`` holds that many tokens),
-and the rest passes through the ring.
+Chunks on both paths take only the experts that were routed. The host learns the routing of each layer;
+of the missing slices the CPU gets the share that lets it finish with PCIe, by the rates that the layers
+before showed, and the rest passes through the ring. What is longer than the CPU takes at a time
+(``request_block`` holds that many tokens) goes piece by piece within each layer, where that is faster than
+streaming at the present rates (``prefill.streaming_crossover``).
 
-Long chunks use every expert, so they need no routing to begin: the ring knows at once what all layers
-miss and never stops, over attention and routers too; the host waits for nothing.
+Streamed chunks use every expert, so they need no routing to begin: the ring knows at once what all layers
+miss and never stops, over attention and routers too; the host waits for nothing. Between the two, and
+where no rates are known, what was routed passes through the ring alone.
 
 The cache is warmed, not wiped: see ``ops.expert_keep``.
 """
@@ -23,8 +25,14 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.experts.chunk import ChunkCompute, SlotTable
 from headrace.experts.plan_oracle import FREE, PlanShape
-from headrace.experts.prefill import expected_distinct
+from headrace.experts.prefill import (
+    expected_distinct,
+    pieces,
+    prefill_rates,
+    streaming_crossover,
+)
 from headrace.experts.ring import ChunkRing, Keys
+from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
 from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
@@ -92,6 +100,8 @@ class StreamPrefill:
         self._store, self._shape, self._table = store, shape, table
         self._device, self._compute, self._cpu = device, compute, cpu
         self.cpu_share = cpu_share
+        self._rates: PathRates | None = None
+        self._crossovers: dict[int, int | None] = {}  # by top-k, at these rates
         self._ring = ChunkRing(device, store)
         self._known = device.event()
         self._residency: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)
@@ -105,18 +115,59 @@ class StreamPrefill:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k] -> float32 [T, D]."""
-        everything = self._uses_everything(*ids.shape)
+        tokens, top_k = ids.shape
+        both = self.takes_both_paths(tokens, top_k)
+        everything = not both and self._uses_everything(tokens, top_k)
         if layer != self._next:
-            self._begin(layer, x.shape[0], everything)
+            self._begin(layer, tokens, everything)
         self._next = layer + 1
-        if everything and self._can_fetch(layer):
+        can_fetch = self._can_fetch(layer)
+        if everything and can_fetch:
             return self._stream(layer, x, ids, weights)
-        most = x.shape[0] if self._cpu is None else self._cpu.max_tokens
-        if x.shape[0] > most and not self._can_fetch(layer):
-            # Only the CPU can serve what is missing: as many tokens at a time as it takes.
-            rows = [slice(start, start + most) for start in range(0, x.shape[0], most)]
-            return torch.cat([self._route(layer, x[r], ids[r], weights[r]) for r in rows])
+        if self._cpu is not None and tokens > self._cpu.max_tokens and (both or not can_fetch):
+            return self._in_pieces(layer, x, ids, weights, self._cpu.max_tokens)
         return self._route(layer, x, ids, weights)
+
+    def set_rates(self, rates: PathRates | None) -> None:
+        """Choose between both paths and streaming by these rates; between steps. None: unknown.
+
+        What prompts showed of the CPU's share stays, moved by how much the rates moved: a path that got
+        nothing shows nothing.
+        """
+        before, self._rates = self._rates, rates
+        if rates == before:
+            return
+        self._crossovers.clear()
+        if rates is None or before is None:
+            return
+        cpu, ring = rates.cpu_gbps, rates.pcie_gbps
+        if before.cpu_gbps and before.pcie_gbps:
+            cpu *= self.cpu_share / before.cpu_gbps
+            ring *= (1 - self.cpu_share) / before.pcie_gbps
+        if cpu + ring:
+            self.cpu_share = cpu / (cpu + ring)
+
+    def takes_both_paths(self, num_tokens: int, top_k: int) -> bool:
+        """Whether a chunk's misses are split between PCIe and the CPU, where a layer can be fetched."""
+        if self._cpu is None:
+            return False
+        if num_tokens <= self._cpu.max_tokens:
+            return True
+        if self._rates is None or not self._shape.max_fetch:
+            return False
+        if top_k not in self._crossovers:
+            shape = self._shape
+            experts = shape.num_experts
+            resident = shape.num_slots / (shape.num_layers * experts * shape.num_slices)
+            self._crossovers[top_k] = streaming_crossover(
+                experts,
+                min(top_k, experts),
+                1 - min(resident, 1.0),
+                prefill_rates(self._rates, shape.num_slices),
+                self._cpu.max_tokens,
+            )
+        crossover = self._crossovers[top_k]
+        return crossover is None or num_tokens < crossover
 
     def settle(self) -> None:
         """Between steps: after a chunk that failed half-way, its copies end before others' work."""
@@ -131,7 +182,7 @@ class StreamPrefill:
             lent = min(shape.num_slots // _LENT, num_tokens // _TOKENS_OF_A_LENT_SLOT)
         if lent:
             self._table.lend(lent)
-        self._residency = self._table.residency()
+        self._residency = self._table.residency().copy()  # follows what the pieces of a layer keep
         first = shape.num_slots - lent
         self._ring.reset(self._table.slots(first, lent + shape.max_fetch), first)
         for at in range(layer if everything else shape.num_layers, shape.num_layers):
@@ -155,7 +206,8 @@ class StreamPrefill:
         """Hits, and what the ring brings; how many those are. Hits first: what arrives may take their
         slots.
 
-        slots: of the layer's keys; uses: tokens of each key's expert; None if only the device knows.
+        slots: of the layer's keys, changed as the cache is; uses: tokens of each key's expert, by which
+            to keep; None if only the device knows.
         """
         keys, places, ends = self._ring.take(layer)
         stay = np.full(len(keys), ASK_DEVICE, np.int32)
@@ -166,16 +218,45 @@ class StreamPrefill:
         work = np.empty((len(hits) + len(keys), 3), np.int32)
         work[: len(hits)] = np.stack([slots[hits], hits, np.full_like(hits, NOWHERE)], 1)
         work[len(hits) :] = np.stack([places, keys, stay], 1)
+        if uses is not None:
+            taken = stay >= 0
+            slots[np.isin(slots, stay[taken])] = FREE
+            slots[keys[taken]] = stay[taken]
         self._compute.stage(work, [len(hits), *(len(hits) + end for end in ends)])
         self._compute.compute(0)
         for number, _ in enumerate(self._ring.chunks(len(ends)), 1):
             self._compute.compute(number)
         return len(keys)
 
-    def _route(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    def _in_pieces(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor:
-        """The routed experts, on all paths."""
+        """As many tokens at a time as the CPU takes. What stays in the cache is judged by all of them: a
+        piece of some tokens an expert would let chance wipe it."""
+        of_all = self._uses(ids.cpu())
+        found: list[torch.Tensor] = []
+        start = 0
+        for size in pieces(x.shape[0], most):
+            r = slice(start, start + size)
+            found.append(self._route(layer, x[r], ids[r], weights[r], of_all))
+            start += size
+        return torch.cat(found)
+
+    def _uses(self, ids: torch.Tensor) -> Counts:
+        """Tokens of each key's expert. ids: on the host."""
+        flat: Any = ids.numpy().ravel()
+        uses = np.bincount(flat[flat >= 0], minlength=self._shape.num_experts)
+        return np.repeat(uses, self._shape.num_slices).astype(np.int32)
+
+    def _route(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        of_all: Counts | None = None,
+    ) -> torch.Tensor:
+        """The routed experts, on all paths. of_all: uses by the chunk of which this is a piece."""
         able = self._cpu is not None and x.shape[0] <= self._cpu.max_tokens
         if self._cpu is not None and able:
             self._cpu.rows(x.shape[0]).copy_(x, non_blocking=True)
@@ -183,20 +264,19 @@ class StreamPrefill:
         self._compute.begin(layer, x, ids, weights)
         self._known.synchronize()
         self._learn()
-        flat: Any = host_ids.numpy().ravel()
-        uses = np.bincount(flat[flat >= 0], minlength=self._shape.num_experts)
-        uses = np.repeat(uses, self._shape.num_slices).astype(np.int32)
+        uses = self._uses(host_ids)
         slots = self._residency[layer]
         hits = _keys((uses > 0) & (slots != FREE))
         missing = _keys((uses > 0) & (slots == FREE))
         # The most used first: those the cache may keep; the CPU takes the others.
-        missing = missing[np.argsort(-uses[missing], kind="stable")]
+        worth = uses if of_all is None else of_all
+        missing = missing[np.argsort(-worth[missing], kind="stable")]
         streamed, on_cpu = self._share(layer, missing, x.shape[0])
         if self._cpu is not None and len(on_cpu):
             self._cpu.begin(layer, host_ids, host_weights, on_cpu)
         self._sent = len(streamed), len(on_cpu)
         self._ring.add(layer, streamed)
-        self._compute_all(layer, slots, hits, uses)
+        self._compute_all(layer, slots, hits, worth)
         out = self._compute.finish()
         if self._cpu is not None and len(on_cpu):
             self._cpu.add_to(out)

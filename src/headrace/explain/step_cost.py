@@ -60,8 +60,8 @@ class Placement:
     hit_rate: of the experts that the step uses, how many lie in VRAM
     fetch_share: of the others, how many travel over the link; the CPU computes the rest
     disk_share: of the others, how many have to be read from the disk first
-    routed: a prompt's chunk takes only the experts that were routed, hits, fetches and the CPU's beside
-        each other as in decoding; else all that miss travel, layer after layer
+    at_once: so many tokens of a prompt's chunk at a time take the experts that were routed, hits, fetches
+        and the CPU's beside each other as in decoding; 0: all that miss travel, layer after layer
     """
 
     gpu: bool = True
@@ -70,7 +70,7 @@ class Placement:
     hit_rate: float = 1.0
     fetch_share: float = 0.0
     disk_share: float = 0.0
-    routed: bool = False
+    at_once: int = 0
     kv_format: str = "bf16"
 
 
@@ -211,7 +211,13 @@ class _Builder:
             layers * spec.router_weights, "router", spec.num_experts, spec.hidden, tokens
         )
         found = self.split(leaf.ROUTER, layers, router)
-        used = layers * distinct(spec.num_experts, spec.num_experts_per_token, tokens)
+        pieces = [tokens]
+        if place.at_once:
+            whole, rest = divmod(tokens, place.at_once)
+            pieces = [place.at_once] * whole + [rest] * (rest > 0)
+        mixture = spec.num_experts, spec.num_experts_per_token
+        used = layers * sum(distinct(*mixture, piece) for piece in pieces)
+        layers *= len(pieces)  # each layer's experts are called for each piece
         hit = place.hit_rate if place.gpu else 0.0
         fetched = (1 - hit) * place.fetch_share if place.gpu else 0.0
         missed = 1 - hit - fetched

@@ -10,7 +10,8 @@ read before anything else can be done with it.
 
 Prefill of a chunk that streams: the next layer's experts travel while this one computes, so the step
 lasts as long as the slower of link and GPU, plus one layer's share of the other: the first fetch or the
-last layer's work. A chunk that takes only what was routed goes like a decode step.
+last layer's work. A chunk that takes only what was routed, in pieces, goes like a decode step; each piece
+moves its experts anew.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def step_time(
     leaves = [*step_leaves(spec, shape, placement), *_launches(spec, placement, engine)]
     machine = _in_a_graph(machine)
     priced = [(one, price(one.work, machine, engine.efficiency(one, machine))) for one in leaves]
-    if shape.phase == "prefill" and not placement.routed:
+    if shape.phase == "prefill" and not placement.at_once:
         return _prefill(priced, max(1, spec.moe_layers))
     return _decode(priced, engine, placement.hit_rate)
 

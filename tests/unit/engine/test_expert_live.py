@@ -14,6 +14,8 @@ from headrace.engine.engine import Engine
 from headrace.experts.live import TABLE_STEPS
 from headrace.experts.paths import HostPaths
 from headrace.experts.plan_oracle import FREE
+from headrace.experts.rates import RateTracker
+from headrace.experts.split import PathRates
 from headrace.ops.expert_records import ServiceFault
 from tests.fixtures.cpu_cases import needs_native
 from tests.fixtures.expert_engine import (
@@ -154,6 +156,29 @@ def test_slow_only_under_overlap_moves_the_misses_to_one_path(engine_of: NewEngi
     made.paths.pcie_together = made.paths.cpu_together = 0.002
     ids(made, 60)
     assert made.executor.table[6] in (0, 6)
+
+
+@needs_native
+@pytest.mark.parametrize(("pcie", "cpu", "both"), [(0.001, 0.5, True), (0.5, 0.001, False)])
+def test_a_long_prompt_goes_as_the_trackers_rates_say(
+    engine_of: NewEngine, model: Path, pcie: float, cpu: float, both: bool
+):
+    prompt = tuple((7 * i) % 250 for i in range(40))
+    alone = Engine.load(EngineConfig(str(model), context=128, device="cpu", backend="reference"))
+    want = answer(alone, prompt, max_tokens=6, ignore_eos=True).token_ids
+    made = engine_of(known=gbps(pcie_gather=cpu, cpu_experts_mxfp4=pcie))
+    prefill: Any = made.executor._prefill
+    prefill._cpu.max_tokens = 8  # five pieces, of an engine that takes 64 tokens at once
+    top_k = made.executor.shape.top_k
+    assert prefill.takes_both_paths(40, top_k) != both
+    # The machine turns out otherwise than its profile says: the next prompt follows.
+    made.live.tracker = RateTracker(PathRates(pcie, cpu, SLICE_NBYTES))
+    before = made.executor.prompt_slices()
+    assert ids(made, 6, prompt) == want
+    assert prefill.takes_both_paths(40, top_k) == both
+    now = made.executor.prompt_slices()
+    assert (now.computed > before.computed) == both
+    assert both or now.fetched > before.fetched
 
 
 @needs_native

@@ -233,6 +233,20 @@ def test_a_short_prompt_takes_both_paths():
     assert found.speed.ttft_s.expected > found.speed.decode.seconds
 
 
+def test_a_long_prompt_takes_both_paths_where_the_link_is_slow():
+    box = "rtx-4090+pcie4x4+ddr5-4800-12ch"
+    slow = plan("gpt-oss-120b", box, Workload(8192, prompt=2048))
+    # streaming: what is not resident over PCIe 4.0 x4, of which the engine gets 0.88
+    missing = 36 * 128 * (1 - slow.layout.resident) * slow.spec.expert_nbytes
+    assert 0.5 < slow.speed.ttft_s.expected / (missing / (0.88 * 7.88e9)) < 0.95
+    assert EXPERTS_CPU in {one.leaf.id for one in slow.speed.prefill.leaves}
+    # sixteen pieces of 128 tokens, each of which costs as much as a prompt of 128
+    piece = plan("gpt-oss-120b", box, Workload(8192, prompt=128)).speed.ttft_s.expected
+    assert slow.speed.ttft_s.expected == pytest.approx(16 * piece, rel=0.05)
+    fast = plan("gpt-oss-120b", "rtx-5070-ti", Workload(8192, prompt=2048))
+    assert EXPERTS_CPU not in {one.leaf.id for one in fast.speed.prefill.leaves}
+
+
 def test_a_plan_on_the_disk_says_what_would_help():
     found = plan("deepseek-v3", "rtx-4090", Workload(8192))
     waits = found.speed.decode.by_resource()
