@@ -140,24 +140,27 @@ def grouped_gate_up(
                 gate = _plain_dot(gate, base, AT_CODES, 2 * i, ok, at, value, HIDDEN, COLS)
                 up = _plain_dot(up, base, AT_CODES, 2 * i + 1, ok, at, value, HIDDEN, COLS)
         column = (i % 2) * (WIDTH // 2) + i // 2 if PACKED else i
-        target = h + pair.to(tl.int64)[None, :] * (S * WIDTH) + (piece * WIDTH + column)[:, None]
+        inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
         store_activations(
-            gate, up, base, i, ok, there, target, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
+            gate, up, base, i, ok, there, inner, column, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
         )
 
 
 @triton.jit
 def store_activations(
-    gate, up, base, i, ok, there, target, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    gate, up, base, i, ok, there, inner, column, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """act(gate + bias, up + bias) of rows i of a slice at ``base``, to ``target`` [rows, tokens]."""
+    """act(gate + bias, up + bias) of rows i of a slice at ``base``, to ``column`` of each row of ``inner``.
+
+    Addresses are made last: made before the activation they cost registers that it needs (sm_90 spilled).
+    """
     if HAS_BIAS:
         bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
         gate += tl.load(bias + 2 * i, mask=ok, other=0.0)[:, None]
         up += tl.load(bias + 2 * i + 1, mask=ok, other=0.0)[:, None]
     act = gated(gate, up, CLAMPED, ALPHA, LIMIT).to(tl.bfloat16)
-    tl.store(target, act, mask=ok[:, None] & there[None, :])
+    tl.store(inner[None, :] + column[:, None], act, mask=ok[:, None] & there[None, :])
 
 
 @triton.jit

@@ -68,9 +68,9 @@ def block_grouped_gate_up(
                 up, base, 2 * i + 1, ok, at, value, AT_CODES, AT_SCALES, AT_FACTORS, CODE_STRIDE,
                 SCALE_STRIDE, FORMAT, True, FACTORS, HIDDEN, ROWS, COLS,
             )  # fmt: skip
-        target = h + pair.to(tl.int64)[None, :] * (S * WIDTH) + (piece * WIDTH + i)[:, None]
+        inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
         store_activations(
-            gate, up, base, i, ok, there, target, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
+            gate, up, base, i, ok, there, inner, i, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
         )
 
 
