@@ -26,7 +26,8 @@ def this_machine(machine: Machine, threads: int, *, on_gpu: bool = False) -> Mac
     """The measured profile of this machine, with rough rates for what it lacks.
 
     Takes a quarter of a second where nothing was measured before, and a second more with ``on_gpu``: the
-    GPU's own rates are wanted, too.
+    GPU's own rates are wanted, too. Without it the profile has no GPU: the engine computes on the CPU,
+    under the CPU's roof, whatever else is in the machine.
     """
     gpu = machine.gpus[0] if machine.gpus else None
     found, _ = profile_of(machine)
@@ -44,6 +45,8 @@ def this_machine(machine: Machine, threads: int, *, on_gpu: bool = False) -> Mac
             gpu=GpuProfile(gpu.name, gpu.memory_total_nbytes) if gpu else None,
             link=LinkProfile("PCIe") if gpu else None,
         )
+    if not on_gpu:
+        found = replace(found, gpu=None, link=None)
     rates = _quick_rates(found, threads)
     if on_gpu:
         rates |= _gpu_rates(found)
