@@ -93,13 +93,19 @@ def _check_names(args: argparse.Namespace) -> None:
             )
 
 
+def _api_key(given: str | None) -> str | None:
+    """The flag's key, or the variable's. A blank one is refused: a secret that was not filled in would
+    leave the server open to everybody."""
+    name = "--api-key" if given is not None else KEY_VARIABLE
+    key = given if given is not None else os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise ConfigError(f"{name} is empty", hint="give a key or leave it out", param=name)
+    return key
+
+
 def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
-    api_key: str | None = args.api_key or os.environ.get(KEY_VARIABLE)
-    if args.api_key == "":
-        raise ConfigError(
-            "--api-key is empty", hint="give a key or leave it out", param="--api-key"
-        )
+    api_key = _api_key(args.api_key)
     _check_names(args)
     if args.host not in LOOPBACK and not api_key:
         note(f"warning: {args.host} can be reached from other machines and no --api-key is set")

@@ -73,6 +73,20 @@ def test_an_empty_key_is_refused(
     assert "--api-key is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_variable_that_was_not_filled_in_opens_no_door(
+    served: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    blank: str,
+) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEY", blank)
+    assert main(["serve", "toy"]) == 2
+    assert served == []
+    assert "HEADRACE_API_KEY is empty" in capsys.readouterr().err
+    assert main(["serve", "toy", "--api-key", "k"]) == 0
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
