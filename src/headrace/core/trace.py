@@ -7,6 +7,7 @@ pickled objects, so that a trace from anywhere is safe to read).
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,10 +66,8 @@ class RoutingTrace:
             ConfigError: not such a file, or its arrays and its meta contradict each other.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                ids: npt.NDArray[Any] = arrays["ids"]
-                text = arrays["meta"].tobytes()
-        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            ids, text = _arrays(path)
+        except _DAMAGE as error:
             raise ConfigError(
                 f"{path} is not a routing trace: {error}",
                 hint="a trace is an npz file with the arrays ids and meta",
@@ -76,6 +75,33 @@ class RoutingTrace:
         trace = RoutingTrace(ids, record_from_json(RoutingTraceMeta, text, f"{path}: meta"))
         _check(trace, str(path))
         return trace
+
+
+# What NumPy and zipfile raise for files that are something else, cut short or damaged: a member that does not
+# inflate, asks for a password or another packer, or whose header wants more memory than there is.
+_DAMAGE = (
+    OSError,
+    KeyError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def _arrays(path: Path) -> tuple[npt.NDArray[Any], bytes]:
+    """ids, and meta's bytes."""
+    opened: Any = np.load(path, allow_pickle=False)
+    if isinstance(opened, np.ndarray):
+        raise ValueError("it holds one array")
+    with opened as arrays:
+        ids, meta = arrays["ids"], arrays["meta"]
+    for name, array in (("ids", ids), ("meta", meta)):
+        if not isinstance(array, np.ndarray):  # NumPy hands out what has no header as it is
+            raise ValueError(f"{name} is no array")
+    return ids, meta.tobytes()
 
 
 def _check(trace: RoutingTrace, source: str) -> None:

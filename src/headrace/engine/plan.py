@@ -81,13 +81,12 @@ def make_plan(
     """
     _check(spec, workload)
     layout = lay_out(spec, machine, workload)
-    if layout.mode == "none":
-        return Plan(spec, machine, workload, layout, None, workload.concurrency)
-    model = engine or engine_model("headrace")
-
-    layouts = {workload.concurrency: layout}
+    layouts = {workload.concurrency: layout} if layout.mode != "none" else {}
     if machine.gpu is not None and workload.concurrency > 1 and layout.mode != "vram":
         layouts |= fewer_at_once(spec, machine, workload)
+    if not layouts:
+        return Plan(spec, machine, workload, layout, None, workload.concurrency)
+    model = engine or engine_model("headrace")
 
     def decoding(count: int) -> _Decoding:
         work = replace(workload, concurrency=count)

@@ -265,7 +265,7 @@ def test_rates_in_lists_have_no_exponents(capsys):
 
 
 def test_more_sequences_than_fit_name_how_many_do(capsys):
-    words = ("gpt-oss-20b", "--machine", "h200", "--concurrency")
+    words = ("gpt-oss-20b", "--machine", "ddr5-5600-dual", "--concurrency")
     text = said(capsys, *words, "1000000000")
     assert "1,000,000,000 sequences" in text
     (most,) = [line.split()[-1] for line in text.splitlines() if "fits with --concurrency" in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,45 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     for path in (other, text, tmp_path / "missing.npz"):
         with pytest.raises(ConfigError, match="is not a routing trace"):
             RoutingTrace.load(path)
+
+
+def _npz(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return path
+
+
+def test_damaged_files_are_no_traces_and_no_faults_of_ours(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.npz"
+    RoutingTrace(np.zeros((2, 64, 2), np.int16), META).save(whole)
+    kept = bytearray(whole.read_bytes())
+    central = kept.find(b"PK\x01\x02")  # of the first member; its flags at +8, its packer at +10
+    inside = len("ids.npy") + 30 + 20  # local header, name and zip64 sizes; then what was deflated
+    damaged = {
+        "deflated": ({inside + i: kept[inside + i] ^ 255 for i in range(8)}, "decompressing"),
+        "packer": ({central + 10: 99}, "compression"),
+        "locked": ({central + 8: kept[central + 8] | 1}, "password"),
+    }
+    for name, (changes, says) in damaged.items():
+        content = bytearray(kept)
+        for at, value in changes.items():
+            content[at] = value
+        path = tmp_path / f"{name}.npz"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"is not a routing trace: .*{says}"):
+            RoutingTrace.load(path)
+
+    single = tmp_path / "single.npy"
+    np.save(single, np.zeros(3))
+    with pytest.raises(ConfigError, match="one array"):
+        RoutingTrace.load(single)
+    bare = _npz(tmp_path / "bare.npz", {"ids.npy": b"no header", "meta.npy": b"{}"})
+    with pytest.raises(ConfigError, match="ids is no array"):
+        RoutingTrace.load(bare)
+    # 10^17 numbers of four bytes: more than any machine's memory
+    header = b"{'descr': '<i4', 'fortran_order': False, 'shape': (100000000000000000,), }"
+    header = header.ljust(117) + b"\n"
+    huge = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    with pytest.raises(ConfigError, match="is not a routing trace: Unable to allocate"):
+        RoutingTrace.load(_npz(tmp_path / "huge.npz", {"ids.npy": huge, "meta.npy": b""}))

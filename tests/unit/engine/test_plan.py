@@ -173,6 +173,10 @@ def test_sequences_that_vram_does_not_hold_wait():
     assert 20 < found.at_once < 40
     assert layout.mode == "vram"
     assert layout.used["vram"]["KV cache"] == found.at_once * one
+    # 400 sequences' cache is more than VRAM and host memory have together: the same run, more wait
+    many = plan("opt-13b", "a100", replace(work, concurrency=400))
+    assert 400 * one > 80 * 10**9 + many.machine.host.memory_nbytes
+    assert (many.at_once, many.layout, many.speed) == (found.at_once, layout, found.speed)
     half = plan("opt-13b", "a100", replace(work, concurrency=20))
     assert half.at_once == 20
     assert half.speed.tokens_s.expected < found.speed.tokens_s.expected
