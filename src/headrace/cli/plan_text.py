@@ -67,8 +67,9 @@ def _replay(found: Prediction) -> list[str]:
         format_size(n / max(1, found.num_steps)) for n in (found.fetched_nbytes, found.cpu_nbytes)
     )
     idle = ", ".join(f"{name} {found.idle[name]:.0%}" for name in ("gpu", "pcie", "cpu"))
+    tokens = f"{found.num_steps:,} {'token' if found.num_steps == 1 else 'tokens'}"
     return [
-        f"{number(found.steps_per_s)} tok/s over {found.num_steps:,} tokens of the routing, "
+        f"{number(found.steps_per_s)} tok/s over {tokens} of the routing, "
         f"{found.hit_rate:.0%} of look-ups served",
         f"{fetched} a token fetched, {computed} computed by the CPU; idle: {idle}",
     ]

@@ -48,15 +48,20 @@ class RoutingTrace:
     meta: RoutingTraceMeta
 
     def save(self, path: Path) -> None:
-        """Write the trace, compressed; an existing file is replaced.
+        """Write the trace, compressed; an existing file is replaced once the new one is whole.
 
         Raises:
             ConfigError: ids and meta contradict each other.
         """
         _check(self, str(path))
         meta = np.frombuffer(record_to_json(self.meta).encode(), dtype=np.uint8)
-        with path.open("wb") as file:
-            np.savez_compressed(file, ids=self.ids, meta=meta)
+        part = path.with_name(path.name + ".part")
+        try:
+            with part.open("wb") as file:
+                np.savez_compressed(file, ids=self.ids, meta=meta)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> RoutingTrace:

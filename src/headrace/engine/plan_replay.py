@@ -51,7 +51,11 @@ def replay_routing(
     """
     spec, layout = plan.spec, plan.layout
     if plan.speed is None or layout.mode != "ram" or plan.at_once > 1:
-        why = "one sequence is replayed" if plan.at_once > 1 else "no experts are fetched there"
+        why = "no experts are fetched there"
+        if layout.mode == "disk":
+            why = "what the disk gives decides there"
+        elif plan.at_once > 1:
+            why = "one sequence is replayed"
         raise ConfigError(
             f"--routing says nothing about this plan: {why}",
             hint="it is for one sequence of a mixture with experts in host memory beside a GPU",
