@@ -25,7 +25,6 @@ from benchmarks.residency.decoding import Later, measured, run_tokens, settled_r
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts import building
 from headrace.experts.executor import HybridExecutor
-from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
 from headrace.experts.store import HostStore
 from headrace.kv.storage import allocate_kv
@@ -211,19 +210,9 @@ def main() -> None:
     decode.add_options(parser)
     parser.add_argument("--only-steps", action="store_true", help="leave out requests from here")
     options = parser.parse_args()
-    begin = time.perf_counter()
-    figures: dict[str, Any] = {"options": vars(options)}
-
-    def say(name: str, value: Any) -> None:
-        figures[name] = value
-        print(f"{time.perf_counter() - begin:6.1f} s  {name}: {value}", flush=True)
-
-    torch.set_num_threads(1)  # as the engine: torch's idle threads would spin on the experts' CPUs
-    device = CudaDevice()
-    torch.ones(1, device=device.torch_device)
-    free_before = device.memory().free_nbytes + decode.CONTEXT_NBYTES
-    layout = geo.layout(num_slices=options.slices)
-    store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
+    figures = geo.Figures(options=vars(options))
+    say = figures.say
+    device, free_before, store = decode.begun(options)
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     if not options.only_steps:
         asker, copier = Asker(store, device), Copier(store)
@@ -237,7 +226,7 @@ def main() -> None:
                 asker, Way(name, len(cpus) - 1, cpus[1:], slices=(slices, slices + 1)), copier, say
             )
     steps(options, device, store, free_before, cpus, say)
-    geo.report("residency/cpu_rounds", figures, options.out)
+    geo.report("residency/cpu_rounds", figures.found, options.out)
 
 
 def steps(

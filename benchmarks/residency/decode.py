@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import time
 import traceback
 from typing import Any
 
@@ -100,6 +99,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def begun(options: argparse.Namespace) -> tuple[CudaDevice, int, HostStore]:
+    """The device, its free bytes before CUDA took any, and a pinned store of random experts."""
+    torch.set_num_threads(1)  # as the engine: torch's idle threads would spin on the experts' CPUs
+    device = CudaDevice()
+    torch.ones(1, device=device.torch_device)
+    free_before = device.memory().free_nbytes + CONTEXT_NBYTES
+    layout = geo.layout(num_slices=options.slices)
+    store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
+    return device, free_before, store
+
+
 def slots_within(
     options: argparse.Namespace, device: CudaDevice, layout: SlabLayout, free_before: int,
     reserve: int = RESERVE_NBYTES,
@@ -119,19 +129,10 @@ def main() -> None:
     parser = geo.parser(__doc__)
     add_options(parser)
     options = parser.parse_args()
-    begin = time.perf_counter()
-    figures: dict[str, Any] = {"options": vars(options)}
-
-    def say(name: str, value: Any) -> None:
-        figures[name] = value
-        print(f"{time.perf_counter() - begin:6.1f} s  {name}: {value}", flush=True)
-
-    torch.set_num_threads(1)  # as the engine: torch's idle threads would spin on the experts' CPUs
-    device = CudaDevice()
-    torch.ones(1, device=device.torch_device)
-    free_before = device.memory().free_nbytes + CONTEXT_NBYTES
-    layout = geo.layout(num_slices=options.slices)
-    store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
+    figures = geo.Figures(options=vars(options))
+    say = figures.say
+    device, free_before, store = begun(options)
+    layout = store.layout
     say("load_s", repr(store.times))
     say("pinned", all(store.pinned(i) for i in range(store.num_layers)))
     ops = resolve(device.backends)
@@ -193,7 +194,7 @@ def main() -> None:
         say("resident", measured(graphs, tokens, executor, layout.slice_nbytes))
         say("resident_errors", [check(executor, store, layer) for layer in (0, 7)])
         say("resident_kernels", kernel_times(graphs, tokens[:20], executor))
-    geo.report("residency/decode", figures, options.out)
+    geo.report("residency/decode", figures.found, options.out)
 
 
 if __name__ == "__main__":

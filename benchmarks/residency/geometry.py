@@ -7,6 +7,7 @@ import datetime
 import json
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,21 @@ def fill_random(slices: torch.Tensor, where: SlabLayout, seed: int) -> None:
                     own.shape[0], part.nbytes // 4, device=slices.device, generator=generator
                 )
                 own.copy_((values * 0.1).view(torch.uint8))
+
+
+class Figures:
+    """A run's figures by name, printed as they come with the seconds since its start; for ``report``."""
+
+    def __init__(self, **known: Any) -> None:
+        self.found: dict[str, Any] = known
+        self._begin = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def say(self, name: str, value: Any) -> None:
+        self.found[name] = value
+        print(f"{self.seconds():6.1f} s  {name}: {value}", flush=True)
 
 
 def report(name: str, figures: dict[str, Any], out: str | None) -> None:

@@ -8,7 +8,6 @@ each expert's bytes once.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -174,13 +173,8 @@ def main() -> None:
             except Exception as error:
                 print(half, tuning, repr(error)[:200], flush=True)
         return
-    figures: dict[str, Any] = {}
-    begin = time.perf_counter()
-
-    def say(name: str, value: Any) -> None:
-        figures[name] = value
-        print(f"{time.perf_counter() - begin:6.1f} s  {name}: {value}", flush=True)
-
+    figures = geo.Figures()
+    say = figures.say
     store = random_store(layout, 1, geo.EXPERTS, seed=1, threads=4, pin=True)
     paths = make(store, geo.EXPERTS * layout.num_slices)
     paths.fill(list(range(geo.EXPERTS * layout.num_slices)))
@@ -195,7 +189,7 @@ def main() -> None:
                 say(f"{half} {tile} {tokens}", speeds(paths, tuning, tokens, half))
             except Exception as error:
                 say(f"{half} {tile}", repr(error)[:200])
-    geo.report("residency/grouped", figures, options.out)
+    geo.report("residency/grouped", figures.found, options.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from benchmarks.residency import geometry as geo
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
 from headrace.experts.executor import HybridExecutor
-from headrace.experts.random_store import random_store
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice
 from headrace.ops.registry import resolve
@@ -154,19 +153,10 @@ def main() -> None:
     parser.add_argument("--pcie-peak", type=float, default=54.7, help="GB/s, for the floor")
     parser.add_argument("--profile", action="store_true", help="print where the time goes, too")
     options = parser.parse_args()
-    begin = time.perf_counter()
-    figures: dict[str, Any] = {"options": vars(options)}
-
-    def say(name: str, value: Any) -> None:
-        figures[name] = value
-        print(f"{time.perf_counter() - begin:6.1f} s  {name}: {value}", flush=True)
-
-    torch.set_num_threads(1)  # as the engine: torch's idle threads would spin on the experts' CPUs
-    device = CudaDevice()
-    torch.ones(1, device=device.torch_device)
-    free_before = device.memory().free_nbytes + decode.CONTEXT_NBYTES
-    layout = geo.layout(num_slices=options.slices)
-    store = random_store(layout, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True)
+    figures = geo.Figures(options=vars(options))
+    say = figures.say
+    device, free_before, store = decode.begun(options)
+    layout = store.layout
     later = decoding.Later()
     of = model.spec(options.layers)
     decoder = model.build(of, resolve(device.backends), device, later)
@@ -200,11 +190,11 @@ def main() -> None:
                     print(host_profile(lambda n=tokens: chunk(n)), flush=True)
                 for tokens in (64, 10, 2048, LONGEST):
                     say(f"profile_{tokens}", profile(lambda n=tokens: chunk(n), options.layers))
-        figures["total_s"] = time.perf_counter() - begin
+        figures.found["total_s"] = figures.seconds()
     finally:
         if executor.service is not None:
             executor.service.stop()
-    geo.report("residency/prefill", figures, options.out)
+    geo.report("residency/prefill", figures.found, options.out)
 
 
 if __name__ == "__main__":
