@@ -108,7 +108,7 @@ class StreamPrefill:
         self._next = -1
         self._sent = 0, 0  # slices of the layer before by the ring, by the CPU
         self._busy_s = 0.0
-        self._host: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._host: tuple[torch.Tensor, torch.Tensor] | None = None
         self.fetched = self.hit = self.on_cpu = 0  # slices
 
     def __call__(
@@ -302,14 +302,14 @@ class StreamPrefill:
         self, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies that are there once ``_known`` is."""
-        shape = tuple(ids.shape)
-        if shape not in self._host:
+        tokens, top_k = ids.shape
+        if self._host is None or tokens > self._host[0].shape[0] or top_k != self._host[0].shape[1]:
             pinned = self._device.pinned
-            self._host.clear()  # the layers of a chunk are alike
-            self._host[shape] = (
-                pinned(*shape, dtype=torch.int32), pinned(*shape, dtype=torch.float32)
+            self._host = (
+                pinned(tokens, top_k, dtype=torch.int32), pinned(tokens, top_k, dtype=torch.float32)
             )  # fmt: skip
-        to = self._host[shape]
+        # A last piece is shorter than the others: all share the memory, pinned once and not in every layer.
+        to = self._host[0][:tokens], self._host[1][:tokens]
         to[0].copy_(ids, non_blocking=True)
         to[1].copy_(weights, non_blocking=True)
         self._known.record()
