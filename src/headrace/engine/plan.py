@@ -13,7 +13,6 @@ from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
 from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, fewer_at_once, lay_out
-from headrace.explain.catalogue.functions import distinct
 from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape
 from headrace.explain.step_time import StepTime, step_time
@@ -286,13 +285,6 @@ def prefill_time(
         seconds, done = seconds + last.seconds, done + size
     assert last is not None
     return last, seconds
-
-
-def experts_of_a_step(spec: PlanSpec, tokens: int) -> float:
-    """Distinct experts that a step of ``tokens`` tokens uses over all layers."""
-    if not spec.sparse:
-        return 0.0
-    return spec.moe_layers * distinct(spec.num_experts, spec.num_experts_per_token, tokens)
 
 
 def with_rate(machine: MachineProfile, name: str, factor: float) -> MachineProfile:
