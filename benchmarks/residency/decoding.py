@@ -71,7 +71,7 @@ def run_tokens(
             executor.step_begins(1)
         result = graphs.run([ScheduledChunk(0, (token,), start + at, blocks, True)])
         launched = time.perf_counter()
-        result.best.cpu()
+        result.picked.cpu()
         answered = time.perf_counter()
         if executor is not None:
             executor.step_ended()
@@ -191,7 +191,7 @@ def settled_rates(
         if given is not None:
             given.advance()
         live.step_begins(1)
-        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).best.cpu()
+        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).picked.cpu()
         live.step_ended()
     assert live.tracker is not None
     found = live.tracker.rates

@@ -18,10 +18,11 @@ import torch
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import open_chunks
 from headrace.engine.decode_inputs import DecodeInputs
+from headrace.engine.device_choice import TokenChooser
 from headrace.kv.open_pages import OpenPages
 from headrace.kv.storage import num_blocks_of
 from headrace.machine.device import Device, Graph
-from headrace.ops.records import AttentionBatch, LayerCache, SealedKV
+from headrace.ops.records import AttentionBatch, LayerCache, Rule, SealedKV
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 Work = Callable[[], tuple[torch.Tensor, ...]]
@@ -41,18 +42,18 @@ class ForwardLogits(Protocol):
 class StepResult:
     """What a step leaves on the device, valid until the next one.
 
-    logits: float32 [B, vocab]; best: float32 [2, B], each row's largest logit and its token id (the
-    smallest among equals, exact below 2^24). Rows beyond the step's own are padding.
+    logits: float32 [B, vocab]; picked: int32 [2, B], the token ids of the rows that have a rule
+    (``engine.device_choice``), and the bits of the float32 that is each such row's largest logit: NaN if
+    it holds one. What is in rows without a rule, and beyond the step's own, means nothing.
     """
 
     logits: torch.Tensor
-    best: torch.Tensor
+    picked: torch.Tensor
 
-
-def best_of(logits: torch.Tensor) -> torch.Tensor:
-    """``StepResult.best`` of logits [R, vocab]; a row with a NaN has NaN as its largest."""
-    ids = logits.argmax(-1, keepdim=True)  # the first of equals, and a NaN before anything
-    return torch.stack((logits.gather(-1, ids).squeeze(-1), ids.squeeze(-1).float()))
+    @property
+    def chosen(self) -> torch.Tensor:
+        """int32 [B]: the chosen token ids, on the device."""
+        return self.picked[0]
 
 
 class DecodeGraphs:
@@ -87,6 +88,7 @@ class DecodeGraphs:
             block_tokens=self._block_tokens,
             sealed=isinstance(kv[0], SealedKV),
         )
+        self._chooser = TokenChooser(decoder, device.backends, device.torch_device, largest)
         self._graphs: dict[int, tuple[Graph, StepResult]] = {}
 
     @property
@@ -113,11 +115,11 @@ class DecodeGraphs:
 
         def work() -> tuple[torch.Tensor, ...]:
             logits = self._decoder.logits(self._decoder.forward(tokens, batch, self._kv))
-            return logits, best_of(logits)
+            return logits, self._chooser.choose(logits, self._inputs.rules(size))
 
         graph = self._device.graph()
-        logits, best = graph.capture(work if around is None else around(work))
-        return graph, StepResult(logits, best)
+        logits, picked = graph.capture(work if around is None else around(work))
+        return graph, StepResult(logits, picked)
 
     def size_of(self, rows: int) -> int:
         """Rows of the graph that serves a step of ``rows`` rows."""
@@ -130,15 +132,19 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(
-        self, chunks: Sequence[ScheduledChunk], open_pages: OpenPages | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        open_pages: OpenPages | None = None,
+        rules: Sequence[Rule] | None = None,
     ) -> StepResult:
         """Compute one token for each chunk. The results are on their way when this returns.
 
         open_pages: hands out the open pages of a cache whose pages are sealed.
+        rules: how to choose each chunk's token; None: greedily.
         """
         size = self.size_of(len(chunks))
         opened = () if open_pages is None else open_chunks(chunks, open_pages)
-        self._inputs.fill(chunks, size, opened)
+        self._inputs.fill(chunks, size, opened, rules)
         graph, result = self._graphs[size]
         graph.replay()
         return result

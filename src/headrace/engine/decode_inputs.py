@@ -9,7 +9,7 @@ import torch
 from headrace.core.step import ScheduledChunk
 from headrace.kv.open_pages import OpenChunk
 from headrace.machine.device import Device
-from headrace.ops.records import AttentionBatch, OpenBatch
+from headrace.ops.records import GREEDY_RULE, NO_RULE, AttentionBatch, OpenBatch, Rule
 
 # Parts of the inputs start at multiples of this many bytes, which kernels may rely on.
 _ALIGN = 16
@@ -77,12 +77,21 @@ class DecodeInputs:
             open=opened,
         )
 
+    def rules(self, size: int) -> torch.Tensor:
+        """float64 [size, 5]: how to choose each row's token (``ops.records.Rule``)."""
+        return self._views.rules[:size]
+
     def fill(
-        self, chunks: Sequence[ScheduledChunk], size: int, opened: Sequence[OpenChunk] = ()
+        self,
+        chunks: Sequence[ScheduledChunk],
+        size: int,
+        opened: Sequence[OpenChunk] = (),
+        rules: Sequence[Rule] | None = None,
     ) -> None:
         """Send a step's inputs: one row for each chunk, padding up to ``size``.
 
         opened: the open page of each chunk, where pages are sealed.
+        rules: how to choose each chunk's token; None: greedily.
         """
         host, block_tokens = self._host, self._block_tokens
         for row, chunk in enumerate(chunks):
@@ -94,6 +103,7 @@ class DecodeInputs:
             host.slots[row] = chunk.block_ids[used - 1] * block_tokens + place
             host.contexts[row] = chunk.start + 1
             host.valid[row] = True
+            host.rules[row] = GREEDY_RULE if rules is None else rules[row]
             if self._sealed:
                 (slot,) = opened[row].slots
                 host.open_rows[row] = slot * block_tokens + place
@@ -117,7 +127,7 @@ class DecodeInputs:
 class _Layout:
     """Where the parts lie: for each, bytes of a row."""
 
-    WIDTHS = (8, 8, 8, 4, 1, 8, 4, 12)  # in the order of ``_Views``, block tables left out
+    WIDTHS = (8, 8, 8, 4, 1, 8, 4, 12, 40)  # in the order of ``_Views``, block tables left out
 
     def __init__(self, batch: int, max_blocks: int) -> None:
         self.batch = batch
@@ -136,7 +146,7 @@ class _Layout:
 class _Views:
     """Typed views of one block of inputs: int64 tokens, positions, slots [B]; int32 context lengths [B];
     bool, rows that count [B]; of open pages int64 rows [B], int32 slots [B, 1], int32 seals [B, 3];
-    int32 block tables [B, blocks]."""
+    float64 rules [B, 5]; int32 block tables [B, blocks]."""
 
     def __init__(self, data: torch.Tensor, layout: _Layout) -> None:
         batch = layout.batch
@@ -153,8 +163,9 @@ class _Views:
         self.open_rows = part(5, torch.int64)
         self.open_pages = part(6, torch.int32).view(batch, 1)
         self.seals = part(7, torch.int32, 3).view(batch, 3)
+        self.rules = part(8, torch.float64, 5).view(batch, 5)
         columns = layout.row_nbytes // 4
-        self.tables = part(8, torch.int32, columns).view(batch, columns)
+        self.tables = part(9, torch.int32, columns).view(batch, columns)
 
 
 class _HostRows:
@@ -165,7 +176,7 @@ class _HostRows:
         self.slots, self.contexts = views.slots.numpy(), views.contexts.numpy()
         self.valid, self.tables = views.valid.numpy(), views.tables.numpy()
         self.open_rows, self.open_pages = views.open_rows.numpy(), views.open_pages.numpy()
-        self.seals = views.seals.numpy()
+        self.seals, self.rules = views.seals.numpy(), views.rules.numpy()
 
     def fill_padding(self, rows: slice, block: int, block_tokens: int) -> None:
         """Rows that stand for nobody: token 0 at position 0, alone in a block of nobody's."""
@@ -178,6 +189,7 @@ class _HostRows:
         self.open_rows[rows] = SCRATCH_OPEN_SLOT * block_tokens
         self.open_pages[rows] = SCRATCH_OPEN_SLOT
         self.seals[rows] = _NO_SEAL
+        self.rules[rows] = NO_RULE
 
 
 def _aligned(nbytes: int) -> int:

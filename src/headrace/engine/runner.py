@@ -22,7 +22,8 @@ from headrace.core.step import (
     StepOutput,
 )
 from headrace.engine.batch import build_batch
-from headrace.engine.decode_graphs import DecodeGraphs, best_of
+from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.device_choice import TokenChooser, is_chosen_on_device, rule_of
 from headrace.engine.sampler import SamplingState, checked_best, choose, logprob_of
 from headrace.kv.storage import copy_block, open_pages_of
 from headrace.layers.moe import RoutingObserver
@@ -93,6 +94,9 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._open = open_pages_of(kv, is_owned)
+        self._chooser = None
+        if device.type == "cuda":
+            self._chooser = TokenChooser(decoder, ("triton", "reference"), device, logits_rows)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -144,11 +148,9 @@ class Runner:
             wanting = [chunk for _, chunk in some]
             with ranges.timed("logits"):
                 logits = self._logits(hidden, [row for row, _ in some])
-                best = None
-                if logits.is_cuda and any(_is_greedy(states[c.seq_id]) for c in wanting):
-                    best = best_of(logits)
             with ranges.timed("sampler"):
-                sampled.extend(_choose(logits, best, range(len(some)), wanting, states))
+                picked = self._pick(logits, wanting, states)
+                sampled.extend(_choose(logits, picked, range(len(some)), wanting, states))
         return StepOutput(step, tuple(sampled), tuple(scores))
 
     def _captured(
@@ -169,12 +171,24 @@ class Runner:
     ) -> StepOutput:
         assert self._graphs is not None
         with ranges.timed("decoder"):
-            result = self._graphs.run(chunks, self._open)
+            rules = [rule_of(chunk, states[chunk.seq_id]) for chunk in chunks]
+            result = self._graphs.run(chunks, self._open, rules)
         rows = [row for row, chunk in enumerate(chunks) if chunk.sample]
         wanting = [chunks[row] for row in rows]
         with ranges.timed("sampler"):
-            sampled = _choose(result.logits, result.best, rows, wanting, states)
+            sampled = _choose(result.logits, result.picked, rows, wanting, states)
         return StepOutput(step, tuple(sampled))
+
+    def _pick(
+        self,
+        logits: torch.Tensor,
+        chunks: Sequence[ScheduledChunk],
+        states: Mapping[int, SamplingState],
+    ) -> torch.Tensor | None:
+        """``decode_graphs.StepResult.picked`` of the chunks' logits, where the device chooses any."""
+        if self._chooser is None or not any(is_chosen_on_device(states[c.seq_id]) for c in chunks):
+            return None
+        return self._chooser.choose_by(logits, [rule_of(c, states[c.seq_id]) for c in chunks])
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """float32 [len(rows), vocab], where the decoder is."""
@@ -206,28 +220,23 @@ def _scores(chunk: ScheduledChunk, state: SamplingState) -> bool:
     return state.scores_prompt and chunk.start + 1 < len(state.prompt)
 
 
-def _is_greedy(state: SamplingState) -> bool:
-    """Whether the largest of the raw logits is all that the sequence wants."""
-    return state.greedy and not state.changes_logits and state.params.logprobs is None
-
-
 def _choose(
     logits: torch.Tensor,
-    best: torch.Tensor | None,
+    picked: torch.Tensor | None,
     rows: Sequence[int],
     chunks: Sequence[ScheduledChunk],
     states: Mapping[int, SamplingState],
 ) -> list[SampledToken]:
     """The next token of each chunk, whose logits are in the row of the same place in ``rows``.
 
-    Where ``best`` was found beside the logits (``decode_graphs.StepResult``), rows that want no more
-    than that leave their logits where they are.
+    Where the device has ``picked`` tokens (``decode_graphs.StepResult``), rows that have a rule leave
+    their logits where they are.
     """
-    found = None if best is None else best.cpu().numpy()
+    found = None if picked is None else picked.cpu().numpy()
     rest = [
         row
         for row, chunk in zip(rows, chunks)
-        if found is None or not _is_greedy(states[chunk.seq_id])
+        if found is None or not is_chosen_on_device(states[chunk.seq_id])
     ]
     values = dict(zip(rest, _to_host(logits, rest)))
     sampled: list[SampledToken] = []
@@ -237,7 +246,8 @@ def _choose(
             continue
         assert found is not None
         position = chunk.start + len(chunk.token_ids)
-        token = checked_best(float(found[0, row]), int(found[1, row]), position)
+        largest = float(found[1].view(np.float32)[row])
+        token = checked_best(largest, int(found[0, row]), position)
         sampled.append(SampledToken(chunk.seq_id, token))
     return sampled
 
