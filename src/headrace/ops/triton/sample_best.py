@@ -15,7 +15,7 @@ _LEAST_KEY = tl.constexpr(-(1 << 63))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def best_kernel(
     logits, rules, keys, counters, picked, vocab, rows,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,

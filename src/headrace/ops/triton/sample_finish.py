@@ -180,6 +180,23 @@ def _draw_wide(
 
 
 @triton.jit
+def _list_chunk(
+    logits, state, bases, above, candidates, ids, part, vocab, top, temperature, min_p,
+    CHUNK: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk's candidates to their places, and the mass that is above them."""
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+    low = tl.load(state + STATE_LOW).to(tl.int32)
+    high = tl.load(state + STATE_HIGH).to(tl.int32)
+    inside = (bits >= low) & (bits < high)
+    place = tl.load(bases + part) + tl.cumsum(inside.to(tl.int32), 0) - 1
+    tl.store(candidates + place, bits, mask=inside)
+    tl.store(ids + place, at, mask=inside)
+    tl.store(above + part, tl.sum(tl.where(bits >= high, mass_of(bits, UNITS), 0), 0))
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def finish_kernel(
     logits, rules, picked, state, bases, above, candidates, ids, sums, equals, counters, vocab, rows,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, UNITS: tl.constexpr,
@@ -205,15 +222,10 @@ def finish_kernel(
     above += row * parts
     candidates, ids = candidates + row * ROOM, ids + row * ROOM
     if active & (mode == LISTED):
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-        low = tl.load(state + STATE_LOW).to(tl.int32)
-        high = tl.load(state + STATE_HIGH).to(tl.int32)
-        inside = (bits >= low) & (bits < high)
-        place = tl.load(bases + part) + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(candidates + place, bits, mask=inside)
-        tl.store(ids + place, at, mask=inside)
-        tl.store(above + part, tl.sum(tl.where(bits >= high, mass_of(bits, UNITS), 0), 0))
+        _list_chunk(
+            logits, state, bases, above, candidates, ids, part, vocab, top, temperature, min_p, CHUNK,
+            UNITS,
+        )  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == parts - 1:
             tl.store(counters + row, 0)

@@ -132,6 +132,39 @@ def _draw_from_all(
 
 
 @triton.jit
+def _sum_chunk(
+    logits, masses, row, part, parts, vocab, top, temperature, min_p,
+    CHUNK: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """A chunk's mass, where the last edge's is."""
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+    where = (row * EDGES + EDGES - 1) * parts + part
+    tl.store(masses + where, tl.sum(mass_of(bits, UNITS), 0))
+
+
+@triton.jit
+def _compare_chunk(
+    logits, counts, masses, low, high, row, part, parts, vocab, top, temperature, min_p,
+    FIRST: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """How many of a chunk's weights are not below each edge, and their mass."""
+    e, lane = tl.arange(0, EDGES), tl.arange(0, LANES)
+    edge = _edges(low, high, e, FIRST)
+    count = tl.zeros((EDGES, LANES), tl.int32)
+    mass = tl.zeros((EDGES, LANES), tl.int64)
+    for i in range(CHUNK // LANES):
+        at = part * CHUNK + i * LANES + lane
+        bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+        inside = bits[None, :] >= edge[:, None]
+        count += inside.to(tl.int32)
+        mass += tl.where(inside, mass_of(bits, UNITS)[None, :], 0)
+    where = (row * EDGES + e) * parts + part
+    tl.store(counts + where, tl.sum(count, 1))
+    tl.store(masses + where, tl.sum(mass, 1))
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def narrow_kernel(
     logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
@@ -159,24 +192,14 @@ def narrow_kernel(
     if active:
         everything = (top_k <= 0) & (top_p >= 1.0)
         if everything:
-            at = part * CHUNK + tl.arange(0, CHUNK)
-            bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-            where = (row * EDGES + EDGES - 1) * parts + part
-            tl.store(masses + where, tl.sum(mass_of(bits, UNITS), 0))
+            _sum_chunk(
+                logits, masses, row, part, parts, vocab, top, temperature, min_p, CHUNK, UNITS
+            )
         else:
-            e, lane = tl.arange(0, EDGES), tl.arange(0, LANES)
-            edge = _edges(low, high, e, FIRST)
-            count = tl.zeros((EDGES, LANES), tl.int32)
-            mass = tl.zeros((EDGES, LANES), tl.int64)
-            for i in tl.static_range(CHUNK // LANES):
-                at = part * CHUNK + i * LANES + lane
-                bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-                inside = bits[None, :] >= edge[:, None]
-                count += inside.to(tl.int32)
-                mass += tl.where(inside, mass_of(bits, UNITS)[None, :], 0)
-            where = (row * EDGES + e) * parts + part
-            tl.store(counts + where, tl.sum(count, 1))
-            tl.store(masses + where, tl.sum(mass, 1))
+            _compare_chunk(
+                logits, counts, masses, low, high, row, part, parts, vocab, top, temperature, min_p,
+                FIRST, CHUNK, LANES, UNITS,
+            )  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == parts - 1:
             tl.store(counters + row, 0)
