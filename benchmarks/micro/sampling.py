@@ -128,9 +128,7 @@ def main() -> None:
                             dtype=torch.float64,
                             device=DEVICE,
                         )
-                        took = graph_us(
-                            device, lambda x=given, r=rules: ops.sample(x, r, counters)
-                        )
+                        took = graph_us(device, lambda x=given, r=rules: ops.sample(x, r, counters))
                         figures.say(f"{where}_b{batch}_{rule}_us", took)
                 for rule, params in PARAMS.items():
                     figures.say(f"{where}_host_{rule}_us_a_row", host_us(values[0], params))

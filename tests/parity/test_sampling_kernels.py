@@ -27,11 +27,7 @@ pytestmark = [
 if HAS_TRITON:
     from headrace.ops.triton.sampling import CHUNK, ROOM, sample
 
-# (chunk, room): a row is one chunk or many; candidates fit, fit only between two edges, or do not fit.
-SHAPES = (
-    [(1024, 1024), (128, 256), (128, 16), (64, 4)] if INTERPRETED else [(None, None), (256, 64)]
-)
-VOCABS = [1, 7, 300, 1000] if INTERPRETED else [1, 300, 5003, 151_936, 201_088]
+KINDS = ("plain", "peaked", "flat", "equal", "ties", "masked")
 PARAMS = [
     {},
     {"temperature": 0.6},
@@ -50,6 +46,19 @@ PARAMS = [
     {"min_p": 0.02, "top_p": 0.95, "temperature": 1.5},
     {"temperature": 0.0011, "top_p": 0.9},
     {"temperature": 0.0, "top_p": 0.5},
+]
+
+# (kind of row, vocabulary, chunk, room): a row is one chunk or many; candidates are all listed, or only
+# those between two edges, or do not fit. Interpreted, each launch of a row and chunk takes 10 ms.
+FEW = [
+    *((kind, 500, 512, 512) for kind in KINDS),
+    ("plain", 1, 64, 64), ("plain", 190, 64, 64),
+    ("flat", 190, 64, 64), ("ties", 190, 64, 64), ("plain", 190, 64, 16), ("flat", 120, 64, 4),
+    ("ties", 120, 64, 4),
+]  # fmt: skip
+MANY = [
+    *((kind, vocab, None, None) for kind in KINDS for vocab in (1, 300, 5003, 151_936, 201_088)),
+    *((kind, 3001, 256, 64) for kind in KINDS),
 ]
 
 
@@ -90,39 +99,35 @@ def make(kind: str, rng: np.random.Generator, rows: int, vocab: int) -> np.ndarr
     return logits * 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["plain", "peaked", "flat", "equal", "ties", "masked"])
-def test_tokens_are_the_hosts(kind: str, shape):
+@pytest.mark.parametrize(("kind", "vocab", "chunk", "room"), FEW if INTERPRETED else MANY)
+def test_tokens_are_the_hosts(kind: str, vocab: int, chunk: int | None, room: int | None):
     """All rules in one batch, beside each other."""
-    rng = np.random.default_rng(5)
-    for vocab in VOCABS:
-        logits = make(kind, rng, len(PARAMS), vocab)
-        rules = [rule(i, vocab, **p) for i, p in enumerate(PARAMS)]
-        found, largest = run(logits, rules, *shape)
-        expected = [host(l, p, i, vocab) for i, (l, p) in enumerate(zip(logits, PARAMS))]
-        assert found == expected
-        np.testing.assert_array_equal(largest, logits.max(-1))
-        counters = torch.zeros(len(rules), dtype=torch.int32)
-        twin = reference(
-            torch.from_numpy(logits), torch.tensor(rules, dtype=torch.float64), counters
-        )
-        assert twin[0].tolist() == expected
-        np.testing.assert_array_equal(twin[1].numpy().view(np.float32), logits.max(-1))
+    logits = make(kind, np.random.default_rng(5), len(PARAMS), vocab)
+    rules = [rule(i, vocab, **p) for i, p in enumerate(PARAMS)]
+    found, largest = run(logits, rules, chunk, room)
+    expected = [host(l, p, i, vocab) for i, (l, p) in enumerate(zip(logits, PARAMS))]
+    assert found == expected
+    np.testing.assert_array_equal(largest, logits.max(-1))
+    counters = torch.zeros(len(rules), dtype=torch.int32)
+    twin = reference(torch.from_numpy(logits), torch.tensor(rules, dtype=torch.float64), counters)
+    assert twin[0].tolist() == expected
+    np.testing.assert_array_equal(twin[1].numpy().view(np.float32), logits.max(-1))
 
 
 def test_neighbours_and_shapes_change_nothing():
     """A row alone, in any batch and place, and in chunks of any size: the same token."""
     rng = np.random.default_rng(1)
-    vocab = 700 if INTERPRETED else 201_088
-    logits = np.concatenate([make(k, rng, 4, vocab) for k in ("plain", "flat", "ties")])
-    rules = [rule(i, 3, **PARAMS[i + 1]) for i in range(len(logits))]
+    vocab = 150 if INTERPRETED else 201_088
+    logits = np.concatenate([make(k, rng, 2, vocab) for k in ("plain", "flat", "ties")])
+    rules = [rule(i, 3, **PARAMS[i + 8]) for i in range(len(logits))]
     together, _ = run(logits, rules)
     assert [run(logits[i : i + 1], rules[i : i + 1])[0][0] for i in range(len(rules))] == together
     order = rng.permutation(len(rules))
     mixed, _ = run(
         np.concatenate([logits[order], logits[:4]]),
         [rules[i] for i in order] + [NO_RULE, GREEDY_RULE, NO_RULE, rules[3]],
-        *SHAPES[-1],
+        128,
+        64,
     )
     assert [mixed[int(np.flatnonzero(order == i)[0])] for i in range(len(rules))] == together
     assert mixed[len(rules) + 1] == int(logits[1].argmax())
@@ -166,9 +171,10 @@ def test_draws_follow_the_distribution(params, kept):
     kept = np.array(kept)
     p = np.exp(logits.astype(np.float64))[kept]
     edges = np.concatenate([[0.0], np.cumsum(p / p.sum())])
-    numbers = (np.arange(400) + 0.5) / 400
+    draws = 25 if INTERPRETED else 4000
+    numbers = (np.arange(draws) + 0.5) / draws
     base = rule(0, 0, **params)
-    found, _ = run(np.tile(logits, (400, 1)), [(*base[:4], u) for u in numbers], 64, 64)
+    found, _ = run(np.tile(logits, (draws, 1)), [(*base[:4], u) for u in numbers], 64, 64)
     expected = kept[np.searchsorted(edges, numbers, side="right") - 1]
     near = np.abs(numbers[:, None] - edges).min(1) < 1e-6
     assert (np.array(found)[~near] == expected[~near]).all()
