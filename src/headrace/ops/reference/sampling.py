@@ -40,7 +40,7 @@ def sample(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) ->
     check(logits, rules, counters)
     largest, ids = logits.max(-1)
     ids = logits.argmax(-1)  # the first of equals, and a NaN before anything
-    listed: list[list[float]] = rules.tolist()
+    listed: list[list[float]] = rules.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     chosen = [
         int(best) if not rule[0] > 0.0 else _draw(row, float(top), rule, int(best))
         for row, rule, top, best in zip(logits, listed, largest, ids, strict=True)
