@@ -40,25 +40,31 @@ from headrace.ops.triton.sample_weights import (
     weigh,
 )
 
+_WAYS = tl.constexpr(8)
+
 
 @triton.jit
 def _from(
-    least, bits, logits, top, temperature, min_p, vocab,
+    kind, least, bits, logits, top, temperature, min_p, vocab,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """(count, mass), int64, of the weights whose bits are ``least`` or more: of ``bits``, or of a row."""
+    """int64 [W]: how many weights have bits of ``least`` [W] or more, or their mass: of ``bits`` [N], or of
+    ALL of a row."""
     if ALL:
         at = tl.arange(0, CHUNK)
-        count = tl.zeros((CHUNK,), tl.int32)
-        mass = tl.zeros((CHUNK,), tl.int64)
+        found = tl.zeros((_WAYS,), tl.int64)
         for start in range(0, vocab, CHUNK):
-            found = weigh(logits, start + at, start + at < vocab, top, temperature, min_p)
-            count += (found >= least).to(tl.int32)
-            mass += tl.where(found >= least, mass_of(found, UNITS), 0)
-        return tl.sum(count, 0).to(tl.int64), tl.sum(mass, 0)
-    inside = bits >= least
-    mass = tl.where(inside, mass_of(bits, UNITS), 0)
-    return tl.sum(inside.to(tl.int32), 0).to(tl.int64), tl.sum(mass, 0)
+            some = weigh(logits, start + at, start + at < vocab, top, temperature, min_p)
+            inside = some[None, :] >= least[:, None]
+            amount = tl.where(kind == BY_COUNT, 1, mass_of(some, UNITS))
+            found += tl.sum(tl.where(inside, amount[None, :], 0), 1)
+    else:
+        inside = bits[None, :] >= least[:, None]
+        if kind == BY_COUNT:
+            found = tl.sum(inside.to(tl.int32), 1).to(tl.int64)
+        else:
+            found = tl.sum(tl.where(inside, mass_of(bits, UNITS)[None, :], 0), 1)
+    return found
 
 
 @triton.jit
@@ -70,13 +76,28 @@ def _search(
 
     above: count or mass of what ``bits`` leaves out since it is above
     """
+    way = tl.arange(0, _WAYS)
     while high - low > 1:
-        middle = low + (high - low) // 2
-        count, mass = _from(middle, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS)
-        reached = above + tl.where(kind == BY_COUNT, count, mass) >= need
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle)
+        # Eight points at a time: what a round costs is waiting for its sums.
+        least = low + (high - low) * way // _WAYS
+        reached = above + _from(
+            kind, least.to(tl.int32), bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+        ) >= need  # fmt: skip
+        last = tl.sum(reached.to(tl.int32), 0)  # the first point is ``low``, which does
+        high = tl.where(last == _WAYS, high, low + (high - low) * last // _WAYS)
+        low = tl.max(tl.where(way < last, least, 0), 0)
     return low
+
+
+@triton.jit
+def _one_from(
+    kind, least, bits, logits, top, temperature, min_p, vocab,
+    ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """``_from`` of a single bound."""
+    bound = tl.zeros((_WAYS,), tl.int32) + least.to(tl.int32)
+    found = _from(kind, bound, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS)
+    return tl.max(found, 0)
 
 
 @triton.jit
@@ -86,8 +107,7 @@ def _settle(
 ):  # fmt: skip
     """(bits of the border, how many that equal it are kept, mass of all that is kept)."""
     kind, need = tl.load(state + STATE_KIND), tl.load(state + STATE_NEED)
-    low = tl.load(state + STATE_LOW).to(tl.int32)
-    high = tl.load(state + STATE_HIGH).to(tl.int32)
+    low, high = tl.load(state + STATE_LOW), tl.load(state + STATE_HIGH)
     count_above, mass_above = kind * 0, kind * 0
     if not ALL:
         count_above = tl.load(state + STATE_COUNT_ABOVE)
@@ -97,22 +117,28 @@ def _settle(
         kind, need, low, high, above, bits, logits, top, temperature, min_p, vocab,
         ALL, CHUNK, UNITS,
     )  # fmt: skip
-    count, mass = _from(border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS)
-    mass += mass_above
-    ties = need - count - count_above
-    if (kind == BY_COUNT) & (top_p < 1.0):
-        need = target_of(top_p, mass + ties * mass_of(border, UNITS))
-        kind += BY_MASS - BY_COUNT
-        border = _search(
-            kind, need, border, border * 0 + TOP, mass_above, bits, logits, top, temperature, min_p,
-            vocab, ALL, CHUNK, UNITS,
+    by_mass = kind * 0 + BY_MASS
+    mass = mass_above + _one_from(
+        by_mass, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+    )
+    ties = need * 0
+    if kind == BY_COUNT:
+        ties = need - count_above - _one_from(
+            kind, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
         )  # fmt: skip
-        count, mass = _from(
-            border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
-        )
-    one = mass_of(border, UNITS)
+        if top_p < 1.0:
+            kind = by_mass
+            need = target_of(top_p, mass + ties * mass_of(border.to(tl.int32), UNITS))
+            border = _search(
+                kind, need, border, border * 0 + TOP, mass_above, bits, logits, top, temperature,
+                min_p, vocab, ALL, CHUNK, UNITS,
+            )  # fmt: skip
+            mass = mass_above + _one_from(
+                kind, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+            )
+    one = mass_of(border.to(tl.int32), UNITS)
     ties = tl.where(kind == BY_MASS, (need - mass + one - 1) // tl.maximum(one, 1), ties)
-    return border, ties.to(tl.int32), mass + ties * one
+    return border.to(tl.int32), ties.to(tl.int32), mass + ties * one
 
 
 @triton.jit
@@ -147,7 +173,7 @@ def _draw_listed(
         mark -= tl.sum(tl.where(chunk == mine - 1, upto, 0), 0)
         ties -= tl.sum(tl.where(chunk == mine, before, 0), 0)
         token = draw_of_chunk(
-            logits, mine, mark, top, temperature, min_p, vocab, border, ties, CHUNK, UNITS
+            logits, mine, mark, top, temperature, min_p, vocab, border, ties, False, CHUNK, UNITS
         )
     return token
 
@@ -175,7 +201,7 @@ def _draw_wide(
         ties -= tl.where(searching, equal, 0)
         chunk += searching.to(tl.int32)
     return draw_of_chunk(
-        logits, chunk, mark, top, temperature, min_p, vocab, border, ties, CHUNK, UNITS
+        logits, chunk, mark, top, temperature, min_p, vocab, border, ties, False, CHUNK, UNITS
     )
 
 
@@ -185,15 +211,17 @@ def _list_chunk(
     CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's candidates to their places, and the mass that is above them."""
-    at = part * CHUNK + tl.arange(0, CHUNK)
-    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
     low = tl.load(state + STATE_LOW).to(tl.int32)
     high = tl.load(state + STATE_HIGH).to(tl.int32)
-    inside = (bits >= low) & (bits < high)
-    place = tl.load(bases + part) + tl.cumsum(inside.to(tl.int32), 0) - 1
-    tl.store(candidates + place, bits, mask=inside)
-    tl.store(ids + place, at, mask=inside)
-    tl.store(above + part, tl.sum(tl.where(bits >= high, mass_of(bits, UNITS), 0), 0))
+    base, end = tl.load(bases + part), tl.load(bases + part + 1)
+    if (end > base) | (high < TOP):
+        at = part * CHUNK + tl.arange(0, CHUNK)
+        bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+        inside = (bits >= low) & (bits < high)
+        place = base + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(candidates + place, bits, mask=inside)
+        tl.store(ids + place, at, mask=inside)
+        tl.store(above + part, tl.sum(tl.where(bits >= high, mass_of(bits, UNITS), 0), 0))
 
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch

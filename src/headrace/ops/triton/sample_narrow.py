@@ -24,6 +24,7 @@ from headrace.ops.triton.sample_weights import (
 )
 
 EDGES = tl.constexpr(32)
+_GROUP = tl.constexpr(4)  # edges at a time
 # What is known of a row, int64 each. STATE_MODE says what is left to do.
 STATE = tl.constexpr(8)
 STATE_MODE, STATE_LOW, STATE_HIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -45,15 +46,18 @@ def _edges(low, high, e, FIRST: tl.constexpr):
 @triton.jit
 def draw_of_chunk(
     logits, chunk, mark, top, temperature, min_p, vocab, border, ties,
-    CHUNK: tl.constexpr, UNITS: tl.constexpr,
+    ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """The id in a chunk at which the sum of kept masses exceeds ``mark``: those above ``border``, and the
-    first ``ties`` of those that equal it."""
+    """The id in a chunk at which the sum of kept masses exceeds ``mark``: ALL of them, or those above
+    ``border``, and the first ``ties`` of those that equal it."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-    equal = (bits == border).to(tl.int32)
-    kept = (bits > border) | ((equal > 0) & (tl.cumsum(equal, 0) <= ties))
-    sums = tl.cumsum(tl.where(kept, mass_of(bits, UNITS), 0), 0)
+    mass = mass_of(bits, UNITS)
+    if not ALL:
+        equal = (bits == border).to(tl.int32)
+        kept = (bits > border) | ((equal > 0) & (tl.cumsum(equal, 0) <= ties))
+        mass = tl.where(kept, mass, 0)
+    sums = tl.cumsum(mass, 0)
     return chunk * CHUNK + tl.sum((sums <= mark).to(tl.int32), 0)
 
 
@@ -127,7 +131,9 @@ def _draw_from_all(
     before = (tl.cumsum(mass, 0) <= mark) & (chunk < parts)
     mine = tl.sum(before.to(tl.int32), 0)
     mark -= tl.sum(tl.where(before, mass, 0), 0)
-    token = draw_of_chunk(logits, mine, mark, top, temperature, min_p, vocab, -1, 0, CHUNK, UNITS)
+    token = draw_of_chunk(
+        logits, mine, mark, top, temperature, min_p, vocab, 0, 0, True, CHUNK, UNITS
+    )
     tl.store(picked + row, token)
 
 
@@ -146,28 +152,34 @@ def _sum_chunk(
 @triton.jit
 def _compare_chunk(
     logits, counts, masses, low, high, row, part, parts, vocab, top, temperature, min_p,
-    FIRST: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
+    FIRST: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """How many of a chunk's weights are not below each edge, and their mass."""
-    e, lane = tl.arange(0, EDGES), tl.arange(0, LANES)
-    edge = _edges(low, high, e, FIRST)
-    count = tl.zeros((EDGES, LANES), tl.int32)
-    mass = tl.zeros((EDGES, LANES), tl.int64)
-    for i in range(CHUNK // LANES):
-        at = part * CHUNK + i * LANES + lane
-        bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-        inside = bits[None, :] >= edge[:, None]
-        count += inside.to(tl.int32)
-        mass += tl.where(inside, mass_of(bits, UNITS)[None, :], 0)
-    where = (row * EDGES + e) * parts + part
-    tl.store(counts + where, tl.sum(count, 1))
-    tl.store(masses + where, tl.sum(mass, 1))
+    """How many of a chunk's weights are not below each edge, and their mass.
+
+    Edges above all of them are most, where a few tokens are likely: only the chunk with one looks there.
+    """
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+    mass = mass_of(bits, UNITS)
+    most = tl.max(bits, 0)
+    g = tl.arange(0, _GROUP)
+    for first in tl.static_range(0, 32, _GROUP):
+        count = tl.zeros((_GROUP,), tl.int32)
+        sum_ = tl.zeros((_GROUP,), tl.int64)
+        edge = _edges(low, high, g + first, FIRST)
+        if most >= tl.min(edge, 0):
+            inside = bits[None, :] >= edge[:, None]
+            count = tl.sum(inside.to(tl.int32), 1)
+            sum_ = tl.sum(tl.where(inside, mass[None, :], 0), 1)
+        where = (row * EDGES + g + first) * parts + part
+        tl.store(counts + where, count)
+        tl.store(masses + where, sum_)
 
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def narrow_kernel(
     logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
-    FIRST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    FIRST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     ROOM: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (c, r) compares chunk c of row r with the edges; the row's last one decides.
@@ -198,7 +210,7 @@ def narrow_kernel(
         else:
             _compare_chunk(
                 logits, counts, masses, low, high, row, part, parts, vocab, top, temperature, min_p,
-                FIRST, CHUNK, LANES, UNITS,
+                FIRST, CHUNK, UNITS,
             )  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == parts - 1:

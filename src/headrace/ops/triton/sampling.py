@@ -20,7 +20,6 @@ from headrace.ops.triton.sample_narrow import EDGES, STATE, narrow_kernel
 
 CHUNK = 2048  # logits of a program: 99 programs for a row of 201,088
 ROOM = 4096  # candidates that one program holds in registers
-_LANES = 128  # of a chunk's logits that are compared with all edges at once
 
 
 def sample(
@@ -58,7 +57,7 @@ def sample(
     for first in (True, False):
         narrow_kernel[grid](
             logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
-            FIRST=first, LANES=min(_LANES, chunk), ROOM=room, UNITS=units, **shape, num_warps=4,
+            FIRST=first, ROOM=room, UNITS=units, **shape, num_warps=4,
             launch_pdl=overlap,
         )  # fmt: skip
     finish_kernel[grid](
