@@ -176,7 +176,8 @@ class GpuPaths:
         self._totals.post(self.state.totals)
 
     def posted_counts(self) -> ExpertCounts:
-        return self._counts_of(self._totals.take().tolist())  # pyright: ignore[reportUnknownMemberType]
+        totals: Any = self._totals.take()
+        return self._counts_of(totals.tolist())
 
     def _counts_of(self, totals: list[int]) -> ExpertCounts:
         hits, fetched, computed, layers, _, admitted, *_ = totals
