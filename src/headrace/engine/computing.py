@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from headrace.core.errors import DeviceLostError, InternalError
 from headrace.core.step import (
@@ -21,6 +23,21 @@ from headrace.engine.sampler import SamplingState
 from headrace.machine.device import Device
 
 
+@dataclass
+class Flight:
+    """A step that has begun.
+
+    begun_s: when the host began with it (``time.perf_counter``); profiler: who watches it; launched: whether
+    it did not have to be computed at once.
+    """
+
+    plan: StepPlan
+    begun_s: float
+    profiler: StepProfiler | None
+    ranges: Ranges = field(default_factory=Ranges)
+    launched: bool = False
+
+
 class Computing:
     """Runs plans, one after the other or one ahead of the other.
 
@@ -30,7 +47,8 @@ class Computing:
         states: of the sequences that are served, by id.
 
     Attributes:
-        profiler: watches steps that are computed one after the other; None: nobody does.
+        profiler: watches the steps; None: nobody does.
+        queues: whether steps may be launched.
     """
 
     def __init__(
@@ -43,6 +61,7 @@ class Computing:
         self._runner, self._device, self._experts = runner, device, experts
         self._states = states
         self.profiler: StepProfiler | None = None
+        self.queues = device.queues
 
     def begin(self, plan: StepPlan) -> None:
         """Before the plan, or chunks of it, are computed or launched."""
@@ -69,29 +88,35 @@ class Computing:
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Whether ``launch`` takes this plan."""
-        if not self._device.queues or self.profiler is not None:
+        if not (self.queues and self._runner.can_launch(plan.chunks, self._states)):
             return False
-        return self._runner.can_launch(plan.chunks, self._states)
+        watch = self.profiler
+        return watch is None or watch.can_launch(plan.chunks, ahead=plan.ahead)
 
-    def launch(self, plan: StepPlan, ranges: Ranges) -> None:
+    def launch(self, flight: Flight) -> None:
         """Queue a step that ``can_launch``, behind one that has not landed if it is ``ahead``."""
+        plan, ranges = flight.plan, flight.ranges
         with self._lost_devices():
             if self._experts is not None:
                 with ranges.timed("experts"):
                     self._experts.step_begins(plan.num_tokens, ahead=plan.ahead)
+            if self.profiler is not None:
+                self.profiler.begins(plan.chunks)
             with ranges.timed("decoder"):
                 self._runner.launch(plan)
+            if self.profiler is not None:
+                self.profiler.launched()
             if self._experts is not None:
                 with ranges.timed("experts"):
                     self._experts.step_launched()
 
-    def land(self, plan: StepPlan, ranges: Ranges) -> list[SampledToken | InternalError]:
-        """Wait for the oldest launched step, whose plan this is: for each chunk its token, or why it has
-        none.
+    def land(self, flight: Flight) -> list[SampledToken | InternalError]:
+        """Wait for this step, the oldest launched one: for each chunk its token, or why it has none.
 
         Raises:
             WorkerLostError: nothing of it is to be trusted.
         """
+        plan, ranges = flight.plan, flight.ranges
         with self._lost_devices():
             with ranges.timed("sampler"):
                 found = self._runner.land(plan)
@@ -100,15 +125,26 @@ class Computing:
                     self._experts.step_ended()
         return found
 
-    def classes(self, plan: StepPlan, ranges: Ranges) -> tuple[ClassStats, ...]:
-        """Coarse ranges of the step that has ended last, or its classes while they are watched."""
-        if self.profiler is None:
-            return ranges.stats()
-        seen = self.profiler.take(plan, ranges.seconds)
+    def classes(
+        self, flight: Flight, begun_s: float, *, wanted: bool = False
+    ) -> tuple[ClassStats, ...]:
+        """Of the step that has ended last its coarse ranges if they are ``wanted``, or its classes while it
+        is watched.
+
+        begun_s: when the host had nothing else to wait for any more, by ``time.perf_counter``.
+        """
+        watch = flight.profiler
+        if watch is None or watch is not self.profiler:
+            return flight.ranges.stats() if wanted else ()
+        ranges = flight.ranges.seconds
+        if flight.launched:
+            seen = watch.take_launched(flight.plan, ranges, time.perf_counter() - begun_s)
+        else:
+            seen = watch.take(flight.plan, ranges)
         last = None if self._experts is None else self._experts.last
         if last is None:
             return seen
-        return seen + expert_classes(last, timed=not self.profiler.samples)
+        return seen + expert_classes(last, timed=not watch.samples)
 
     @contextmanager
     def _lost_devices(self) -> Generator[None]:

@@ -35,8 +35,8 @@ from headrace.core.step import (
     StepPlan,
     StepStats,
 )
-from headrace.engine.computing import Computing
-from headrace.engine.flights import Flight, Flights
+from headrace.engine.computing import Computing, Flight
+from headrace.engine.flights import Flights
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.engine.profilers import make_profiler
@@ -248,22 +248,21 @@ class Engine:
                 return
             ranges.seconds["schedule"] = time.perf_counter() - start
             self._computing.begin(plan)
-            flight = Flight(plan, start, ranges)
+            flight = Flight(plan, start, self._computing.profiler, ranges)
             if not self._flights.launch(flight):
                 output, failed = self._compute(plan, ranges)
-                watched = self._computing.profiler is not None
-                outputs += failed + self._take(flight, output, watched=watched)
+                outputs += failed + self._take(flight, output)
                 return
         self._flights.run_ahead()
         flight = self._flights.next()
         output, failed = self._land(flight)
-        outputs += failed + self._take(flight, output, watched=False)
+        outputs += failed + self._take(flight, output)
 
     def _land(self, flight: Flight) -> tuple[StepOutput, list[Output]]:
         """Wait for a step. What fails is the sequence whose logits are not finite, or all of them."""
         plan, failed = flight.plan, list[Output]()
         try:
-            found = self._computing.land(plan, flight.ranges)
+            found = self._computing.land(flight)
         except DeviceLostError:
             raise
         except Exception as error:
@@ -278,7 +277,7 @@ class Engine:
             plan.step, tuple(item for item in sampled if item.seq_id in self._sequences)
         ), failed
 
-    def _take(self, flight: Flight, output: StepOutput, *, watched: bool) -> list[Output]:
+    def _take(self, flight: Flight, output: StepOutput) -> list[Output]:
         """Turn what a step gave into text, commit it and say what came of it."""
         plan, ranges = flight.plan, flight.ranges
         start = max(flight.begun_s, self._ended_s)  # one that ran ahead began where the other ended
@@ -305,14 +304,14 @@ class Engine:
                 text += live.text.finish()
             delta = live.live.delta(item.seq_id, item, piece, text)
             outputs.append(delta if end is None else self._end(live, end, delta))
-        observe = self.observe if watched == (self._computing.profiler is not None) else None
-        classes = () if observe is None else self._computing.classes(plan, ranges)
+        classes = self._computing.classes(flight, start, wanted=self.observe is not None)
         # With what watching takes, which whoever waits pays, too.
         self._ended_s = time.perf_counter()
         seconds = self._ended_s - start
         self._step_seconds += seconds
-        if observe is not None:
-            observe(stats_of(plan, seconds, classes))
+        # Somebody may have begun to watch, or stopped, while the step was on its way.
+        if self.observe is not None and flight.profiler is self._computing.profiler:
+            self.observe(stats_of(plan, seconds, classes))
         return outputs
 
     def _end(self, live: LiveSequence, end: Finished, delta: OutputDelta) -> OutputDelta:

@@ -14,24 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 from headrace.core.errors import DeviceLostError
-from headrace.core.step import StepOutput, StepPlan
-from headrace.engine.computing import Computing
-from headrace.engine.runner import Ranges
+from headrace.core.step import StepOutput
+from headrace.engine.computing import Computing, Flight
 from headrace.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Flight:
-    """A launched step. ``begun_s``: when the host began with it (``time.perf_counter``)."""
-
-    plan: StepPlan
-    begun_s: float
-    ranges: Ranges = field(default_factory=Ranges)
 
 
 class Flights:
@@ -54,11 +43,12 @@ class Flights:
             flight = self._flying.popleft()
             plan = flight.plan
             try:
-                self._computing.land(plan, flight.ranges)
+                self._computing.land(flight)
             except DeviceLostError:
                 raise
             except Exception as error:  # of a step that nobody waits for
                 log.warning("step %d, which nobody waited for, failed: %s", plan.step, error)
+            self._computing.classes(flight, 0.0)
             self._scheduler.commit(StepOutput(plan.step))
 
     def launch(self, flight: Flight) -> bool:
@@ -71,12 +61,13 @@ class Flights:
         if not self._computing.can_launch(plan):
             return False
         try:
-            self._computing.launch(plan, flight.ranges)
+            self._computing.launch(flight)
         except DeviceLostError:
             raise
         except Exception:
             log.exception("step %d could not be launched", plan.step)
             return False
+        flight.launched = True
         self._flying.append(flight)
         return True
 
@@ -92,7 +83,7 @@ class Flights:
         plan = self._scheduler.schedule_ahead()
         if plan is None:
             return
-        flight = Flight(plan, begun_s)
+        flight = Flight(plan, begun_s, self._computing.profiler)
         flight.ranges.seconds["schedule"] = time.perf_counter() - begun_s
         launched = False
         if self._computing.can_launch(plan):

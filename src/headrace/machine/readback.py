@@ -22,6 +22,7 @@ class ReadBack:
 
     def __init__(self, device: Device, numel: int, dtype: torch.dtype, slots: int = 2) -> None:
         self._device, self._slots = device, slots
+        self.numel = numel
         self._free = deque(
             (device.pinned(numel, dtype=dtype), device.event()) for _ in range(slots)
         )
