@@ -48,13 +48,13 @@ def run_request(engine: Engine, name: str, steps: int) -> tuple[list[float], lis
     return [b - a for a, b in pairwise(ends)][WARM_UP:], inside[WARM_UP:]
 
 
-def in_turn(engine: Engine, device: Any, steps: int, rounds: int) -> dict[str, Any]:
+def in_turn(engine: Engine, steps: int, rounds: int) -> dict[str, Any]:
     """Milliseconds a step by mode, each round's median, and the host's ranges of the last."""
     found: dict[str, Any] = {"ahead": [], "one_by_one": []}
     ranges: dict[str, Any] = {}
     for index in range(rounds):
         for name in ("ahead", "one_by_one"):
-            device.queues = name == "ahead"
+            engine.run_ahead(name == "ahead")
             seen: list[Any] = []
             engine.observe = seen.append
             times, _ = run_request(engine, f"{name}-{index}", steps)
@@ -69,7 +69,7 @@ def in_turn(engine: Engine, device: Any, steps: int, rounds: int) -> dict[str, A
                 )
                 for n in sorted(names)
             } | {"stats_us": round(1e6 * median([s.seconds for s in steady]), 1)}
-    device.queues = True
+    engine.run_ahead(True)
     return {**found, "ranges_us": ranges}
 
 
@@ -77,7 +77,7 @@ def smollm2(device: CudaDevice, steps: int, rounds: int) -> dict[str, Any]:
     of = models.smollm2_spec()
     decoder = residency.build(of, models.decoder_ops(device), device, None, CONTEXT)
     engine = models.engine_of("SmolLM2-135M, random weights", of, decoder, device, CONTEXT)
-    return in_turn(engine, device, steps, rounds)
+    return in_turn(engine, steps, rounds)
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def _gpt_oss(
             )  # fmt: skip
             models.draw_tokens(engine, of.vocab)
             figures.say(f"{name}_slots", {"slots": slots, "share": slots / everything})
-            figures.say(name, in_turn(engine, device, args.steps, args.rounds))
+            figures.say(name, in_turn(engine, args.steps, args.rounds))
             generator = torch.Generator().manual_seed(5)
             tokens = torch.randint(of.vocab, (256,), generator=generator).tolist()
             assert engine.parts.graphs is not None

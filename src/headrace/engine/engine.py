@@ -172,6 +172,10 @@ class Engine:
             watching.profiler.start()
         return watching.profiler
 
+    def run_ahead(self, on: bool) -> None:
+        """Whether decoding steps run ahead of each other where they can, as from the start."""
+        self._computing.queues = on and self._device.queues
+
     @property
     def parts(self) -> EngineParts:
         """What it was made of; for measurements."""
