@@ -57,6 +57,7 @@ def started(engine, *requests, tokens=3):
         engine.submit(request)
     found = Collected()
     while len(found) < len(requests) or min(len(a.token_ids) for a in found.values()) < tokens:
+        assert engine.has_work()
         found.take(engine.step())
     return found
 
