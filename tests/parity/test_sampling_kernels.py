@@ -132,6 +132,7 @@ def test_neighbours_and_shapes_change_nothing():
     assert [mixed[int(np.flatnonzero(order == i)[0])] for i in range(len(rules))] == together
     assert mixed[len(rules) + 1] == int(logits[1].argmax())
     assert mixed[-1] == together[3]
+    assert mixed[len(rules)] == mixed[-2] == 0  # ids that may be fed to the next step
 
 
 def test_rows_that_are_not_finite_say_so_and_others_are_drawn():

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.core.errors import InternalError
 from headrace.core.model_spec import ModelSpec
 from headrace.core.request import TokenLogprob
 from headrace.core.step import (
@@ -20,6 +21,7 @@ from headrace.core.step import (
     SampledToken,
     ScheduledChunk,
     StepOutput,
+    StepPlan,
 )
 from headrace.engine.batch import build_batch
 from headrace.engine.decode_graphs import DecodeGraphs
@@ -94,19 +96,21 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._open = open_pages_of(kv, is_owned)
+        self._begun = -1
         self._chooser = None
         if device.type == "cuda":
             self._chooser = TokenChooser(decoder, ("triton", "reference"), device, logits_rows)
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) blocks one after the other; a target may be a later source.
+    def begin(self, plan: StepPlan) -> None:
+        """Copy the plan's (source, target) blocks one after the other; a target may be a later source.
 
-        Called once for each step, before it is computed.
+        Called for each step before it is computed; again for one that could not be launched ahead.
         """
-        if self._open is not None:
+        if self._open is not None and plan.step != self._begun:
             self._open.next_step()
-        for source, target in copies:
+        self._begun = plan.step
+        for source, target in plan.block_copies:
             copy_block(self._kv, source, target, self._open)
 
     @torch.inference_mode()
@@ -152,6 +156,27 @@ class Runner:
                 picked = self._pick(logits, wanting, states)
                 sampled.extend(_choose(logits, picked, range(len(some)), wanting, states))
         return StepOutput(step, tuple(sampled), tuple(scores))
+
+    def can_launch(
+        self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
+    ) -> bool:
+        """Whether a graph computes these chunks and chooses every row's token, the host none."""
+        return self._captured(chunks, states) and all(
+            c.sample and is_chosen_on_device(states[c.seq_id]) for c in chunks
+        )
+
+    def launch(self, plan: StepPlan, states: Mapping[int, SamplingState]) -> None:
+        """Begin a step that ``can_launch``; ``land`` waits for it. One may be on its way already."""
+        assert self._graphs is not None
+        rules = [rule_of(chunk, states[chunk.seq_id]) for chunk in plan.chunks]
+        self._graphs.launch(plan.chunks, self._open, rules, ahead=plan.ahead)
+
+    def land(self, plan: StepPlan) -> list[SampledToken | InternalError]:
+        """Wait for the oldest launched step, whose plan this is: for each chunk its token, or why it has
+        none."""
+        assert self._graphs is not None
+        found = self._graphs.picked()
+        return [_chosen(found[:, row], chunk) for row, chunk in enumerate(plan.chunks)]
 
     def _captured(
         self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
@@ -215,6 +240,18 @@ class Runner:
         return PromptLogprobs(chunk.seq_id, chunk.start + 1, tuple(entries))
 
 
+def _chosen(picked: npt.NDArray[np.int32], chunk: ScheduledChunk) -> SampledToken | InternalError:
+    """The token of a row of ``StepResult.picked``, its id and the bits of its largest logit."""
+    token, largest = picked.tolist()
+    try:
+        checked_best(
+            float(np.int32(largest).view(np.float32)), token, chunk.start + len(chunk.token_ids)
+        )
+    except InternalError as error:
+        return error
+    return SampledToken(chunk.seq_id, token)
+
+
 def _scores(chunk: ScheduledChunk, state: SamplingState) -> bool:
     """Whether the log-probabilities of prompt tokens after the chunk's are wanted."""
     return state.scores_prompt and chunk.start + 1 < len(state.prompt)
@@ -231,6 +268,9 @@ def _choose(
 
     Where the device has ``picked`` tokens (``decode_graphs.StepResult``), rows that have a rule leave
     their logits where they are.
+
+    Raises:
+        InternalError: a row's largest logit is not finite.
     """
     found = None if picked is None else picked.cpu().numpy()
     rest = [
@@ -245,10 +285,10 @@ def _choose(
             sampled.append(_sample(values[row], chunk, states[chunk.seq_id]))
             continue
         assert found is not None
-        position = chunk.start + len(chunk.token_ids)
-        largest = float(found[1].view(np.float32)[row])
-        token = checked_best(largest, int(found[0, row]), position)
-        sampled.append(SampledToken(chunk.seq_id, token))
+        token = _chosen(found[:, row], chunk)
+        if isinstance(token, InternalError):
+            raise token
+        sampled.append(token)
     return sampled
 
 

@@ -32,7 +32,7 @@ def sample(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) ->
 
     Returns int32 [2, R]: token ids, and the bits of the float32 that is each row's largest logit. A row
     whose largest logit is not finite, a NaN first of all, has the id of that. Rows without a rule have
-    anything.
+    zeros.
 
     Raises:
         InternalError: shapes do not fit.
@@ -46,7 +46,8 @@ def sample(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) ->
         for row, rule, top, best in zip(logits, listed, largest, ids, strict=True)
     ]
     found = torch.tensor(chosen, dtype=torch.int32, device=logits.device)
-    return torch.stack((found, largest.contiguous().view(torch.int32)))
+    both = torch.stack((found, largest.contiguous().view(torch.int32)))
+    return torch.where((rules[:, 0] < 0.0)[None], 0, both)
 
 
 def check(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) -> None:

@@ -46,3 +46,8 @@ def best_kernel(
             high = (best >> 32).to(tl.int32)
             tl.store(picked + row, (best & 0x7FFFFFFF).to(tl.int32) ^ _LAST_ID)
             tl.store(picked + rows + row, high ^ ((high >> 31) & 0x7FFFFFFF))
+    elif part == 0:
+        tl.store(
+            picked + row, 0
+        )  # an id at least: whoever is nobody's may still be fed to the next step
+        tl.store(picked + rows + row, 0)
