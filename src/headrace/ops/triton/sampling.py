@@ -19,6 +19,7 @@ from headrace.ops.triton.sample_finish import finish_kernel
 from headrace.ops.triton.sample_narrow import EDGES, STATE, narrow_kernel
 
 CHUNK = 2048  # logits of a program: 99 programs for a row of 201,088
+WARPS = 8  # of a program that works out weights
 ROOM = 4096  # candidates that one program holds in registers
 
 
@@ -28,8 +29,10 @@ def sample(
     counters: torch.Tensor,
     chunk: int = CHUNK,
     room: int = ROOM,
+    warps: int = WARPS,
 ) -> torch.Tensor:
-    """See the reference. ``chunk`` and ``room`` are powers of two; they do not change what is chosen."""
+    """See the reference. ``chunk`` and ``room`` are powers of two; they and ``warps`` do not change what is
+    chosen."""
     check(logits, rules, counters)
     logits, rules = logits.contiguous(), rules.contiguous()
     rows, vocab = logits.shape
@@ -57,7 +60,7 @@ def sample(
     for first in (True, False):
         narrow_kernel[grid](
             logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
-            FIRST=first, ROOM=room, UNITS=units, **shape, num_warps=4,
+            FIRST=first, ROOM=room, UNITS=units, **shape, num_warps=warps,
             launch_pdl=overlap,
         )  # fmt: skip
     finish_kernel[grid](
