@@ -90,14 +90,23 @@ def _search(
 
 
 @triton.jit
-def _one_from(
-    kind, least, bits, logits, top, temperature, min_p, vocab,
+def _above(
+    border, bits, logits, top, temperature, min_p, vocab,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """``_from`` of a single bound."""
-    bound = tl.zeros((_WAYS,), tl.int32) + least.to(tl.int32)
-    found = _from(kind, bound, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS)
-    return tl.max(found, 0)
+    """(count, mass), int64, of the weights above ``border``: of ``bits``, or of ALL of a row."""
+    if ALL:
+        at = tl.arange(0, CHUNK)
+        count = tl.zeros((CHUNK,), tl.int32)
+        mass = tl.zeros((CHUNK,), tl.int64)
+        for start in range(0, vocab, CHUNK):
+            some = weigh(logits, start + at, start + at < vocab, top, temperature, min_p)
+            count += (some > border).to(tl.int32)
+            mass += tl.where(some > border, mass_of(some, UNITS), 0)
+    else:
+        count = (bits > border).to(tl.int32)
+        mass = tl.where(bits > border, mass_of(bits, UNITS), 0)
+    return tl.sum(count, 0).to(tl.int64), tl.sum(mass, 0)
 
 
 @triton.jit
@@ -117,25 +126,22 @@ def _settle(
         kind, need, low, high, above, bits, logits, top, temperature, min_p, vocab,
         ALL, CHUNK, UNITS,
     )  # fmt: skip
-    by_mass = kind * 0 + BY_MASS
-    mass = mass_above + _one_from(
-        by_mass, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+    count, mass = _above(
+        border.to(tl.int32), bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
     )
-    ties = need * 0
-    if kind == BY_COUNT:
-        ties = need - count_above - _one_from(
-            kind, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+    mass += mass_above
+    ties = need - count_above - count  # by count
+    if (kind == BY_COUNT) & (top_p < 1.0):
+        kind = kind * 0 + BY_MASS
+        need = target_of(top_p, mass + ties * mass_of(border.to(tl.int32), UNITS))
+        border = _search(
+            kind, need, border, border * 0 + TOP, mass_above, bits, logits, top, temperature,
+            min_p, vocab, ALL, CHUNK, UNITS,
         )  # fmt: skip
-        if top_p < 1.0:
-            kind = by_mass
-            need = target_of(top_p, mass + ties * mass_of(border.to(tl.int32), UNITS))
-            border = _search(
-                kind, need, border, border * 0 + TOP, mass_above, bits, logits, top, temperature,
-                min_p, vocab, ALL, CHUNK, UNITS,
-            )  # fmt: skip
-            mass = mass_above + _one_from(
-                kind, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
-            )
+        count, mass = _above(
+            border.to(tl.int32), bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+        )
+        mass += mass_above
     one = mass_of(border.to(tl.int32), UNITS)
     ties = tl.where(kind == BY_MASS, (need - mass + one - 1) // tl.maximum(one, 1), ties)
     return border.to(tl.int32), ties.to(tl.int32), mass + ties * one
