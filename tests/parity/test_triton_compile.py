@@ -278,7 +278,7 @@ def test_the_plan_compiles_for_hopper_without_fused_multiply_adds():
 
 
 CHOICE = {
-    **dict.fromkeys(("keys", "masses", "state", "above", "sums"), "*i64"),
+    **dict.fromkeys(("keys", "masses", "state", "above", "sums", "tokens"), "*i64"),
     **dict.fromkeys(
         ("counters", "picked", "counts", "bases", "candidates", "ids", "equals"), "*i32"
     ),

@@ -37,6 +37,7 @@ from headrace.ops.triton.sample_weights import (
     mass_of,
     share_of,
     target_of,
+    tell,
     weigh,
 )
 
@@ -232,7 +233,7 @@ def _list_chunk(
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def finish_kernel(
-    logits, rules, picked, state, bases, above, candidates, ids, sums, equals, counters, vocab, rows,
+    logits, rules, picked, tokens, state, bases, above, candidates, ids, sums, equals, counters, vocab, rows,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, UNITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -270,9 +271,9 @@ def finish_kernel(
                 state, bases, above, ids, sums + row * ROOM, equals + row * ROOM, number, top_p,
                 bits, logits, top, temperature, min_p, vocab, parts, CHUNK, CHUNKS, ROOM, UNITS,
             )  # fmt: skip
-            tl.store(picked + row, token)
+            tell(picked, tokens, row, token)
     if active & (mode == WIDE) & (part == 0):
         token = _draw_wide(
             state, number, top_p, logits, top, temperature, min_p, vocab, parts, CHUNK, UNITS
         )
-        tl.store(picked + row, token)
+        tell(picked, tokens, row, token)

@@ -20,6 +20,7 @@ from headrace.ops.triton.sample_weights import (
     mass_of,
     share_of,
     target_of,
+    tell,
     weigh,
 )
 
@@ -119,7 +120,7 @@ def _decide(
 
 @triton.jit
 def _draw_from_all(
-    logits, rules, masses, picked, row, parts, vocab, top, temperature, min_p,
+    logits, rules, masses, picked, tokens, row, parts, vocab, top, temperature, min_p,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Draw from all that min_p has left: first a chunk, then an id in it."""
@@ -134,7 +135,7 @@ def _draw_from_all(
     token = draw_of_chunk(
         logits, mine, mark, top, temperature, min_p, vocab, 0, 0, True, CHUNK, UNITS
     )
-    tl.store(picked + row, token)
+    tell(picked, tokens, row, token)
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def _compare_chunk(
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def narrow_kernel(
-    logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
+    logits, rules, picked, tokens, counts, masses, state, bases, counters, vocab, rows,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     ROOM: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -225,6 +226,6 @@ def narrow_kernel(
                 )  # fmt: skip
             if mode == DONE:
                 _draw_from_all(
-                    logits, rules, masses, picked, row, parts, vocab, top, temperature, min_p,
+                    logits, rules, masses, picked, tokens, row, parts, vocab, top, temperature, min_p,
                     CHUNK, CHUNKS, UNITS,
                 )  # fmt: skip

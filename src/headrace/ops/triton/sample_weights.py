@@ -90,3 +90,10 @@ def is_drawn(rules, picked, row, rows):
     temperature = tl.load(rules + RULE * row)
     top = tl.load(picked + rows + row).to(tl.float32, bitcast=True)
     return (temperature > 0.0) & (tl.abs(top) < float("inf")), top
+
+
+@triton.jit
+def tell(picked, tokens, row, token):
+    """Write down a row's token: int32 for whoever asks, int64 where the next step reads its own."""
+    tl.store(picked + row, token)
+    tl.store(tokens + row, token.to(tl.int64))

@@ -27,18 +27,21 @@ def sample(
     logits: torch.Tensor,
     rules: torch.Tensor,
     counters: torch.Tensor,
+    tokens: torch.Tensor | None = None,
     chunk: int = CHUNK,
     room: int = ROOM,
     warps: int = WARPS,
 ) -> torch.Tensor:
     """See the reference. ``chunk`` and ``room`` are powers of two; they and ``warps`` do not change what is
     chosen."""
-    check(logits, rules, counters)
+    check(logits, rules, counters, tokens)
     logits, rules = logits.contiguous(), rules.contiguous()
     rows, vocab = logits.shape
     picked = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
     if not rows:
         return picked
+    if tokens is None:  # nobody asks, but one binary serves all
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     chunks = triton.cdiv(vocab, chunk)
     edges, state_words = int(EDGES.value), int(STATE.value)
 
@@ -55,16 +58,26 @@ def sample(
     shape = {"CHUNK": chunk, "CHUNKS": triton.next_power_of_2(chunks), "PDL": overlap}
     units = float(2 ** mass_bits(vocab))
     best_kernel[grid](
-        logits, rules, keys, counters, picked, vocab, rows, **shape, num_warps=4, launch_pdl=overlap
+        logits,
+        rules,
+        keys,
+        counters,
+        picked,
+        tokens,
+        vocab,
+        rows,
+        **shape,
+        num_warps=4,
+        launch_pdl=overlap,
     )
     for first in (True, False):
         narrow_kernel[grid](
-            logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
+            logits, rules, picked, tokens, counts, masses, state, bases, counters, vocab, rows,
             FIRST=first, ROOM=room, UNITS=units, **shape, num_warps=warps,
             launch_pdl=overlap,
         )  # fmt: skip
     finish_kernel[grid](
-        logits, rules, picked, state, bases, above, candidates, ids, sums, equals, counters, vocab,
+        logits, rules, picked, tokens, state, bases, above, candidates, ids, sums, equals, counters, vocab,
         rows, ROOM=room, UNITS=units, **shape, num_warps=8, launch_pdl=overlap,
     )  # fmt: skip
     return picked
