@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.overlap import wait_and_release
-from headrace.ops.triton.sample_weights import RULE, order_key, tell
+from headrace.ops.triton.sample_weights import RULE, key_value, order_key, tell
 
 _LEAST_KEY = tl.constexpr(-(1 << 63))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -46,7 +46,7 @@ def best_kernel(
             best = tl.max(found, 0)
             high = (best >> 32).to(tl.int32)
             tell(picked, tokens, row, (best & 0x7FFFFFFF).to(tl.int32) ^ _LAST_ID)
-            tl.store(picked + rows + row, high ^ ((high >> 31) & 0x7FFFFFFF))
+            tl.store(picked + rows + row, key_value(high).to(tl.int32, bitcast=True))
     elif part == 0:
         tell(picked, tokens, row, part)  # 0: nobody's row may still be fed to the next step
         tl.store(picked + rows + row, 0)

@@ -20,7 +20,8 @@ from headrace.ops.triton.sample_narrow import EDGES, STATE, narrow_kernel
 
 CHUNK = 2048  # logits of a program: 99 programs for a row of 201,088
 WARPS = 8  # of a program that works out weights
-ROOM = 4096  # candidates that one program holds in registers
+_LANES = 256  # of a chunk's logits that are compared with edges at once
+ROOM = 2048  # candidates that one program holds in registers
 
 
 def sample(
@@ -48,8 +49,8 @@ def sample(
     def words(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    keys, masses = words(torch.int64, chunks), words(torch.int64, edges, chunks)
-    counts, state = words(torch.int32, edges, chunks), words(torch.int64, state_words)
+    keys, masses = words(torch.int64, chunks), words(torch.int64, chunks, edges)
+    counts, state = words(torch.int32, chunks, edges), words(torch.int64, state_words)
     bases, above = words(torch.int32, chunks + 1), words(torch.int64, chunks)
     listed, sums = words(torch.int32, 3, room), words(torch.int64, room)
     candidates, ids, equals = listed.view(3, rows, room)
@@ -72,8 +73,8 @@ def sample(
     )
     for first in (True, False):
         narrow_kernel[grid](
-            logits, rules, picked, tokens, counts, masses, state, bases, counters, vocab, rows,
-            FIRST=first, ROOM=room, UNITS=units, **shape, num_warps=warps,
+            logits, rules, picked, tokens, keys, counts, masses, state, bases, counters, vocab, rows,
+            FIRST=first, LANES=min(_LANES, chunk), ROOM=room, UNITS=units, **shape, num_warps=warps,
             launch_pdl=overlap,
         )  # fmt: skip
     finish_kernel[grid](
