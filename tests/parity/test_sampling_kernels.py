@@ -50,6 +50,7 @@ PARAMS = [
 
 # (kind of row, vocabulary, chunk, room): a row is one chunk or many; candidates are all listed, or only
 # those between two edges, or do not fit. Interpreted, each launch of a row and chunk takes 10 ms.
+SHAPE = (128, 64) if INTERPRETED else (1024, 64)
 FEW = [
     *((kind, 500, 512, 512) for kind in KINDS),
     ("plain", 1, 64, 64), ("plain", 190, 64, 64),
@@ -128,8 +129,7 @@ def test_neighbours_and_shapes_change_nothing():
     mixed, _ = run(
         np.concatenate([logits[order], logits[:4]]),
         [rules[i] for i in order] + [NO_RULE, GREEDY_RULE, NO_RULE, rules[3]],
-        128,
-        64,
+        *SHAPE,
     )
     assert [mixed[int(np.flatnonzero(order == i)[0])] for i in range(len(rules))] == together
     assert mixed[len(rules) + 1] == int(logits[1].argmax())

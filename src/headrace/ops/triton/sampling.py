@@ -74,11 +74,17 @@ def sample(
     for first in (True, False):
         narrow_kernel[grid](
             logits, rules, picked, tokens, keys, counts, masses, state, bases, counters, vocab, rows,
-            FIRST=first, LANES=min(_LANES, chunk), ROOM=room, UNITS=units, **shape, num_warps=warps,
+            FIRST=first, LANES=min(_LANES, chunk), ROOM=room, UNITS=units, **shape,
+            num_warps=_warps(chunk, warps),
             launch_pdl=overlap,
         )  # fmt: skip
     finish_kernel[grid](
         logits, rules, picked, tokens, state, bases, above, candidates, ids, sums, equals, counters, vocab,
-        rows, ROOM=room, UNITS=units, **shape, num_warps=8, launch_pdl=overlap,
+        rows, ROOM=room, UNITS=units, **shape, num_warps=_warps(min(chunk, room), warps), launch_pdl=overlap,
     )  # fmt: skip
     return picked
+
+
+def _warps(width: int, most: int) -> int:
+    """Warps of a program over vectors of ``width``: eight values a thread."""
+    return max(1, min(most, width // 256))
