@@ -7,6 +7,7 @@ import json
 
 from headrace.cli.flags import Commands, add_command
 from headrace.core.errors import ConfigError
+from headrace.core.words import counted
 
 # What headrace.ops.lowering has; written here so that the parser imports nothing heavy.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -86,5 +87,8 @@ def run_show(args: argparse.Namespace) -> int:
         print(f"{'multiplies by':14} {name}")
     for count in made.loops:
         names = sorted(count.by_name.items(), key=lambda item: -item[1])[:12]
-        print(f"{'loop':14} {count.total} instructions: " + ", ".join(f"{n} {c}" for n, c in names))
+        print(
+            f"{'loop':14} {counted(count.total, 'instruction')}: "
+            + ", ".join(f"{n} {c}" for n, c in names)
+        )
     return 0

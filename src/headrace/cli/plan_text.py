@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from headrace.cli.sizes import format_size
+from headrace.core.words import counted
 from headrace.engine.plan import Interval, Plan
 from headrace.engine.plan_changes import Change
 from headrace.experts.simulate import Prediction
@@ -67,7 +68,7 @@ def _replay(found: Prediction) -> list[str]:
         format_size(n / max(1, found.num_steps)) for n in (found.fetched_nbytes, found.cpu_nbytes)
     )
     idle = ", ".join(f"{name} {found.idle[name]:.0%}" for name in ("gpu", "pcie", "cpu"))
-    tokens = f"{found.num_steps:,} {'token' if found.num_steps == 1 else 'tokens'}"
+    tokens = counted(found.num_steps, "token", form=",")
     return [
         f"{number(found.steps_per_s)} tok/s over {tokens} of the routing, "
         f"{found.hit_rate:.0%} of look-ups served",
@@ -104,8 +105,8 @@ def _head(plan: Plan) -> list[str]:
     size = f"{_count(spec.total_weights, 4)} weights"
     if spec.sparse:
         size += f", {_count(spec.active_weights, 3)} of them a token"
-    tokens = f"{work.context:,} {'token' if work.context == 1 else 'tokens'}"
-    users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
+    tokens = counted(work.context, "token", form=",")
+    users = f" x {counted(work.concurrency, 'sequence', form=',')}" if work.concurrency > 1 else ""
     if plan.at_once < work.concurrency:
         users += f", {plan.at_once:,} of them at a time"
     return [

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.core.errors import InternalError, MachineError
 from headrace.core.step import StepStats
+from headrace.core.words import counted, plural
 from headrace.explain import advice, leaf
 from headrace.explain.cost import Work, price
 from headrace.explain.kernel_rates import ExpertPrice, predict
@@ -230,16 +231,18 @@ def _threads(step: advice.Calibrated, threads: int | None) -> list[str]:
     if threads is None or step.model.gpu:
         return []
     if threads >= cores:
-        return [f"Threads: all {cores} cores compute."]
+        return [
+            "Threads: " + plural(cores, "the only core computes.", f"all {cores} cores compute.")
+        ]
     bound = sum(
         step.measured[name]
         for name, one in running_cost(step.model, step.rows).items()
         if name in step.measured and price(one.work, step.machine).bound == "cpu"
     )
     return [
-        f"Threads: {threads} of {cores} cores compute; --threads {cores} can help the "
-        f"{bound / step.step_s:.0%} of the step that arithmetic binds, and the rest until the memory's "
-        "rate is reached."
+        f"Threads: {threads} of {counted(cores, 'core')} {plural(threads, 'computes', 'compute')}; "
+        f"--threads {cores} can help the {bound / step.step_s:.0%} of the step that arithmetic binds, and "
+        "the rest until the memory's rate is reached."
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from string import ascii_letters
 
+from headrace.core.words import counted
 from headrace.explain.report import ABOVE_ROOF, ClassRow, ExplainReport
 from headrace.explain.units_text import amount, figures, seconds
 
@@ -17,10 +18,9 @@ def table(report: ExplainReport) -> list[str]:
     """Title, a line for each class, the gap, the sum."""
     width = max(len(row.id) for row in report.rows) + 2
     head = (
-        f"{report.model} on {report.machine}: {report.phase} of {report.sequences} "
-        f"{'sequence' if report.sequences == 1 else 'sequences'}, {report.tokens} "
-        f"{'token' if report.tokens == 1 else 'tokens'} after {report.context:,}; mean of "
-        f"{report.steps} {'step' if report.steps == 1 else 'steps'}"
+        f"{report.model} on {report.machine}: {report.phase} of {counted(report.sequences, 'sequence')}, "
+        f"{counted(report.tokens, 'token')} after {report.context:,}; mean of "
+        f"{counted(report.steps, 'step')}"
     )
     lines = [
         head,

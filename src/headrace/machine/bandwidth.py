@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from headrace.core.words import counted
 from headrace.machine.probe import Machine
 from headrace.machine.profile import (
     OVERLAPPED,
@@ -159,7 +160,7 @@ class Measurement:
             self.gpu.link.rate_alone("gather", self.seconds / 10)  # compiled before it is timed
         for n in sorted({*candidates, *doubling}):
             cpus = self._cpus(n)
-            how = f"read loop, {n} thread{'s' if n > 1 else ''}"
+            how = f"read loop, {counted(n, 'thread')}"
             self._add(f"dram_read_t{n}", self.loads.read(n, cpus, self.seconds), how)
             if self.gpu is not None:
                 host, _ = self._beside(
@@ -185,7 +186,7 @@ class Measurement:
         """Without a GPU the fastest count alone; with one, that of the largest sum of both paths."""
         together: dict[int, float] = {}
         for n in candidates:
-            how = f"{n} threads"
+            how = counted(n, "thread")
             alone = self._load(load, n)
             self._add(f"{name}_t{n}", alone, how)
             together[n] = alone
@@ -201,7 +202,7 @@ class Measurement:
 
     def _experts(self) -> None:
         for fmt, opened in self.loads.experts.items():
-            name, how = f"cpu_experts_{fmt}", f"experts in {fmt}, {self.best} threads"
+            name, how = f"cpu_experts_{fmt}", f"experts in {fmt}, {counted(self.best, 'thread')}"
             if name in self.rates:
                 continue
             with opened() as load:
@@ -215,14 +216,14 @@ class Measurement:
         torch.set_num_threads(self.best)
         try:
             for dtype in CPU_DTYPES:
-                how = f"torch.mm of {_CPU_PRODUCT} x {_CPU_PRODUCT}, {self.best} threads"
+                how = f"torch.mm of {_CPU_PRODUCT} x {_CPU_PRODUCT}, {counted(self.best, 'thread')}"
                 self._add(f"cpu_flops_{dtype}", _cpu_gflops(dtype, self.seconds), how, "GFLOP/s")
         finally:
             torch.set_num_threads(before)
 
     def _link(self, gpu: GpuSide) -> None:
         names = {"h2d": "copy engine", "d2h": "copy engine", "gather": "kernel of 24 programs"}
-        read = f"beside a read loop of {self.best} threads"
+        read = f"beside a read loop of {counted(self.best, 'thread')}"
         for kind in LINK_KINDS:
             how = f"{names[kind]}, pinned memory in pieces of 64 MiB"
             self._add(f"pcie_{kind}", gpu.link.rate_alone(kind, 2 * self.seconds), how)

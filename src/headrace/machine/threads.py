@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
+from headrace.core.words import counted
 from headrace.machine.probe import CpuInfo
 
 
@@ -60,7 +61,7 @@ def choose_threads(
         kind = "core"
     warnings = _affinity_warnings(cpu)
     allowed_cores = len(chosen)
-    reasons = [f"{allowed_cores} {kind}{'s' if allowed_cores != 1 else ''}"]
+    reasons = [counted(allowed_cores, kind)]
     if len(cpu.affinity) < len(cpu.cpus):
         reasons.append(f"affinity mask of {len(cpu.affinity)} of {len(cpu.cpus)} CPUs")
     threads = max(1, allowed_cores - reserve)
