@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.cli.plan_rates import rates_text
 from headrace.engine.plan import Plan
 from headrace.engine.plan_changes import Change
 from headrace.experts.simulate import Prediction
@@ -31,6 +32,7 @@ def record(
             "notes": list(spec.notes),
         },
         "machine": dataclasses.asdict(plan.machine),
+        "rates": rates_text(plan.machine),
         "workload": dataclasses.asdict(plan.workload),
         "fits": plan.fits,
         "sequences_at_once": plan.at_once,

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from headrace.cli.plan_rates import rates_text
 from headrace.cli.sizes import format_size
 from headrace.core.words import counted
 from headrace.engine.plan import Interval, Plan
@@ -112,6 +113,7 @@ def _head(plan: Plan) -> list[str]:
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
+        *_labelled("rates", [line for text in rates_text(machine) for line in _wrapped(text)]),
         *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
     ]
 
@@ -276,10 +278,14 @@ def comparison(plans: Sequence[Plan]) -> list[str]:
     for tier, label in (("vram", "VRAM used"), ("ram", "RAM used"), ("disk", "disk used")):
         rows.append((label, [format_size(p.layout.total(tier)) for p in plans]))
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
-    return [
+    found = [
         (f"{label:<{LABEL}}" + "  ".join(c.ljust(w) for c, w in zip(cells, widths))).rstrip()
         for label, cells in rows
     ]
+    for machine in {p.machine.name: p.machine for p in plans}.values():
+        said = f"rates of {machine.name}: {'; '.join(rates_text(machine))}"
+        found += _wrapped(said) if rates_text(machine) else []
+    return found
 
 
 def _hits(plan: Plan) -> str:
