@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.cli.exit_codes import EXIT_INTERRUPTED
 from headrace.cli.flags import Commands, add_command, whole_number
 from headrace.cli.progress import loading_progress
-from headrace.cli.reporting import EXIT_INTERRUPTED, configure_logging
+from headrace.cli.reporting import configure_logging
 from headrace.cli.routing_log import RoutingLog, experts_of
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.config import EngineConfig

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.cli.exit_codes import EXIT_INTERRUPTED
 from headrace.cli.flags import (
     Commands,
     add_command,
@@ -23,7 +24,7 @@ from headrace.cli.flags import (
 )
 from headrace.cli.outputs import check_output
 from headrace.cli.progress import loading_progress
-from headrace.cli.reporting import EXIT_INTERRUPTED, configure_logging, note
+from headrace.cli.reporting import configure_logging, note
 from headrace.cli.routing_log import RoutingLog, experts_of, save_routing
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.errors import ConfigError, RequestError
