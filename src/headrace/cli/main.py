@@ -84,6 +84,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from headrace.cli.entry import main as entry
-
-    raise SystemExit(entry())
+    raise SystemExit(main())
