@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.flags import Commands, add_command, whole_number
+from headrace.cli.flags import Commands, StoreOnce, add_command, whole_number
 from headrace.cli.outputs import check_output, writing
 from headrace.core.errors import ConfigError
 from headrace.core.kv_formats import FORMATS
@@ -35,11 +35,15 @@ def add_parser(commands: Commands) -> None:
         help="bundled name (`headrace plan --models`), folder with config.json, .gguf file, or hub id "
         "(owner/name: only its config.json is downloaded)",
     )
-    add(
+    machine = add(
         "--machine",
         metavar="NAME",
         help="this (default), a chip of the catalogue, parts joined by + "
         "(rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB), a profile's JSON file, or list",
+    )
+    assert isinstance(machine, StoreOnce)
+    machine.instead = (
+        "--compare A,B puts machines side by side; one machine's parts are joined by +"
     )
     add("--models", action="store_true", help="list the bundled configurations")
     add(

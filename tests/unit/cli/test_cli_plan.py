@@ -374,7 +374,7 @@ def test_a_file_that_is_no_routing_is_called_by_its_flag(tmp_path, capsys):
 
 def test_an_empty_machine_is_not_this_one(capsys):
     assert main(["plan", "gpt-oss-20b", "--machine", ""]) == 2
-    assert "--machine: '' is not in the catalogue" in capsys.readouterr().err
+    assert "--machine: a part is missing" in capsys.readouterr().err
 
 
 def test_the_cache_format_that_is_known_to_hold(capsys):
