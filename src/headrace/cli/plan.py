@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, StoreOnce, add_command, whole_number
 from headrace.cli.outputs import check_output, writing
+from headrace.cli.progress import loading_progress
 from headrace.core.errors import ConfigError
 from headrace.core.kv_formats import FORMATS
 
@@ -177,7 +178,13 @@ def _replay(plan: Plan, file: Path) -> Prediction:
     except ConfigError as error:
         message = f"--routing: {error.message}"
         raise ConfigError(message, hint=error.hint, param="--routing") from None
-    return replay_routing(plan, trace.ids.tolist(), trace.meta.num_experts)
+    with loading_progress() as update:
+
+        def progress(share: float) -> None:
+            if update is not None:
+                update("replaying the routing", share)
+
+        return replay_routing(plan, trace.ids.tolist(), trace.meta.num_experts, progress=progress)
 
 
 def _compare(args: argparse.Namespace) -> int:
