@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args, THIS if args.machine is None else args.machine)
     fits = plan.layout.mode not in ("none", "disk")
     found, nearest = changes(plan), faster_ways(plan) if fits else alternatives(plan)
-    replayed = None if args.routing is None else _replay(plan, args.routing)
+    replayed, recorded = (None, 0) if args.routing is None else _replay(plan, args.routing)
     if args.picture is not None:
         from headrace.cli.plan_picture import svg
 
@@ -110,12 +110,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from headrace.cli.plan_record import record
 
-        answer = record(plan, found, nearest, replayed)
+        answer = record(plan, found, nearest, replayed, recorded)
         print(json.dumps(answer, ensure_ascii=False, indent=2))
         return 0
     from headrace.cli.plan_text import lines
 
-    for line in lines(plan, found, nearest, replayed):
+    for line in lines(plan, found, nearest, replayed, recorded):
         print(line)
     return 0
 
@@ -169,7 +169,8 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     return make_plan(spec, read_machine(machine), work)
 
 
-def _replay(plan: Plan, file: Path) -> Prediction:
+def _replay(plan: Plan, file: Path) -> tuple[Prediction, int]:
+    """What the recorded routing makes of the plan, and how many tokens were recorded."""
     from headrace.core.trace import RoutingTrace
     from headrace.engine.plan_replay import replay_routing
 
@@ -184,7 +185,8 @@ def _replay(plan: Plan, file: Path) -> Prediction:
             if update is not None:
                 update("replaying the routing", share)
 
-        return replay_routing(plan, trace.ids.tolist(), trace.meta.num_experts, progress=progress)
+        ids = trace.ids.tolist()
+        return replay_routing(plan, ids, trace.meta.num_experts, progress=progress), len(ids[0])
 
 
 def _compare(args: argparse.Namespace) -> int:

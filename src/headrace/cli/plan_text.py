@@ -10,6 +10,7 @@ from headrace.cli.plan_rates import rates_text
 from headrace.cli.sizes import format_size
 from headrace.core.words import counted
 from headrace.engine.plan import Interval, Plan
+from headrace.engine.plan_caution import caution
 from headrace.engine.plan_changes import Change
 from headrace.experts.simulate import Prediction
 from headrace.explain.resources import TITLES
@@ -47,11 +48,12 @@ def lines(
     changes: Sequence[Change],
     nearest: Sequence[str],
     replayed: Prediction | None = None,
+    recorded: int = 0,
 ) -> list[str]:
-    """The whole report."""
+    """The whole report. ``recorded``: tokens of the routing that was replayed."""
     found = [*_head(plan), "", *_answer(plan)]
     if replayed is not None:
-        found += _labelled("replayed", _replay(replayed))
+        found += _labelled("replayed", _replay(replayed, recorded))
     if nearest:
         found += _labelled("faster" if _is_at_home(plan) else "nearest", list(nearest))
     found += ["", *_memory(plan)]
@@ -63,16 +65,18 @@ def lines(
     return found
 
 
-def _replay(found: Prediction) -> list[str]:
+def _replay(found: Prediction, recorded: int) -> list[str]:
     """What the routing of a text makes of the plan."""
     fetched, computed = (
         format_size(n / max(1, found.num_steps)) for n in (found.fetched_nbytes, found.cpu_nbytes)
     )
     idle = ", ".join(f"{name} {found.idle[name]:.0%}" for name in ("gpu", "pcie", "cpu"))
     tokens = counted(found.num_steps, "token", form=",")
+    said = caution(recorded)
     return [
-        f"{number(found.steps_per_s)} tok/s over {tokens} of the routing, "
+        f"{number(found.steps_per_s)} tok/s over {tokens} of the {recorded:,} recorded, "
         f"{found.hit_rate:.0%} of look-ups served",
+        *(() if said is None else _wrapped(f"caution: {said}")),
         f"{fetched} a token fetched, {computed} computed by the CPU; idle: {idle}",
     ]
 

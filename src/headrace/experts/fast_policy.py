@@ -2,9 +2,9 @@
 
 The pure one stays what it is held against, and what plans import (they do without NumPy). Float32 arrays
 round every product and sum as that one does when it stores them, and ties go to the smaller unit in both.
-`headrace plan --routing` with 384 tokens through gpt-oss-120b's 4,608 experts in four slices takes 2.0 s of
-processor time where the pure policy took 10.0 (two Zen 4 cores, 2026-11-30), two thirds of them in looking for
-the coldest unit among all.
+`headrace plan --routing` with 384 tokens through gpt-oss-120b's 4,608 experts in four slices takes 2.0 s
+of processor time where the pure policy took 10.0 (two Zen 4 cores, 2026-11-30), two thirds of them in
+looking for the coldest unit among all.
 """
 
 from __future__ import annotations
