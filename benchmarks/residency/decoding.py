@@ -87,7 +87,7 @@ def run_tokens(
             launch(at)
         if ahead and at + 1 < len(tokens):
             launch(at + 1)
-        graphs.best()
+        graphs.picked()
         answered = time.perf_counter()
         if executor is not None:
             executor.step_ended()
@@ -230,7 +230,7 @@ def settled_rates(
         if given is not None:
             given.advance()
         live.step_begins(1)
-        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).best.cpu()
+        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).picked.cpu()
         live.step_ended()
     assert live.tracker is not None
     found = live.tracker.rates
