@@ -73,6 +73,7 @@ class GpuPaths:
             max_prefetch=shape.max_prefetch,
             slice_nbytes=store.layout.slice_nbytes,
             prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
+            max_open=shape.max_open,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
@@ -93,6 +94,8 @@ class GpuPaths:
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
                 abort=fields.abort // _WORD,
+                taken=fields.taken // _WORD,
+                pace=fields.pace // _WORD,
                 x=fields.x // _WORD,
                 out=fields.out // _WORD,
             ),
@@ -163,7 +166,8 @@ class GpuPaths:
     def counts(self) -> ExpertCounts:
         """Waits for the GPU. The CPU's own figures are its service's."""
         totals: list[int] = self.state.totals.tolist()
-        hits, fetched, computed, layers, _, admitted, *_ = totals
+        hits, planned, computed, layers, _, admitted, _, fetched, *_ = totals
+        computed += planned - fetched  # what the CPU took
         fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
         chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from headrace.experts.plan_oracle import (
     foresee,
     new_tables,
     plan_layer,
+    take,
 )
 from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
@@ -182,14 +183,21 @@ class HostPaths:
 
     Args:
         cpu: computes the CPU's part; the float64 reference if None.
+        taking: how many of a plan's open fetches the CPU takes; half of them if None.
     """
 
     def __init__(
-        self, store: HostStore, shape: PlanShape, act: Activation, cpu: CpuExperts | None = None
+        self,
+        store: HostStore,
+        shape: PlanShape,
+        act: Activation,
+        cpu: CpuExperts | None = None,
+        taking: Callable[[LayerPlan], int] | None = None,
     ) -> None:
         self.shape = shape
         self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
+        self._taking = taking or (lambda plan: plan.num_open // 2)
         layout: SlabLayout = store.layout
         self.arena = torch.zeros(shape.all_slots, layout.slice_nbytes, dtype=torch.uint8)
         self._prefetched = NOTHING_PREFETCHED
@@ -239,6 +247,7 @@ class HostPaths:
             self._split[layer],
             self._prefetched,
         )
+        plan = take(self.shape, self.tables, layer, plan, self._taking(plan))
         self._plan, self._prefetched = plan, NOTHING_PREFETCHED
         there = sum(origin != NO_PLACE for origin in plan.origins)
         self._ahead_nbytes += there * self._store.layouts[layer].slice_nbytes
@@ -288,7 +297,7 @@ class HostPaths:
 
     def on_cpu(self, layer: int, x: torch.Tensor, plan: LayerPlan) -> torch.Tensor:
         """The CPU's part of a layer, [T, D]."""
-        rows = [(c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu]
+        rows = sorted((c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu)
         work = Items(
             torch.tensor(rows, dtype=torch.int32),
             torch.tensor([token for token, _ in plan.pairs], dtype=torch.int32),
