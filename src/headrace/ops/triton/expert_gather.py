@@ -109,8 +109,8 @@ def expert_gather(
     base = tl.load(bases + layer)
     w = tl.arange(0, WORDS)
     seq = wanted * 0
-    closed_from = wanted  # what is fetched from here on has been taken
-    first_open = wanted
+    closed_from = wanted + 0  # what is fetched from here on has been taken
+    first_open = wanted + 0
     copied = wanted * 0
     if OPEN > 0:
         seq = tl.load(state + STATE_SEQ)
