@@ -1,6 +1,6 @@
 """How far apart PCIe and the CPU end in the layers of decoding steps, and what decides it.
 
-    PYTHONPATH=src python -m benchmarks.residency.balance --layers 9 --vram-gib 4 --slices 5 --prefetch 0 4
+    PYTHONPATH=src python -m benchmarks.residency.balance --layers 9 --vram-gib 4
 
 Each layer's slices by path stand beside the GPU's times (``timeline``) and those of the CPU's request
 (``cpu_log``), so that the record can be replayed with other splits. ``--each`` writes all layers to a file.
@@ -9,7 +9,7 @@ Each layer's slices by path stand beside the GPU's times (``timeline``) and thos
 from __future__ import annotations
 
 import json
-import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from benchmarks.residency.cpu_log import rounds_of
 from benchmarks.residency.decoding import Later, measured, run_tokens, settled_rates
 from benchmarks.residency.timeline import MARKS, Stamped, intervals
 from headrace.engine.decode_graphs import DecodeGraphs
-from headrace.experts.executor import MOST_OPEN, HybridExecutor
+from headrace.experts.executor import HybridExecutor
+from headrace.experts.random_store import random_store
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice
 from headrace.ops.registry import resolve
@@ -31,7 +32,6 @@ ROUNDS = 4096
 TOKENS = 64
 SKIPPED = 4
 COUNTS = 8  # of the plan
-PAUSE_S = 0.08  # longer than idle threads spin
 
 
 class Counted(Stamped):
@@ -109,86 +109,127 @@ def main() -> None:
     parser = geo.parser(__doc__)
     decode.add_options(parser)
     parser.add_argument(
-        "--most", type=int, nargs="*", default=[0, MOST_OPEN], help="fetches that the CPU may take"
-    )
+        "--ways", nargs="*", default=["5:0:0", "5:0:2", "5:4:0", "5:4:2"],
+        help="slices of an expert, slices prefetched, fetches that the CPU may take, what is switched off",
+    )  # fmt: skip
     parser.add_argument("--each", help="write every layer's figures here")
     options = parser.parse_args()
     figures = geo.Figures(options=vars(options))
     say = figures.say
+    ways = [Way.of(text) for text in options.ways]
+    options.slices = ways[0].slices
     device, free_before, store = decode.begun(options)
-    layout, later, of = store.layout, Later(), model.spec(options.layers)
+    later, of = Later(), model.spec(options.layers)
     decoder = model.build(of, resolve(device.backends), device, later)
     blocks = decode.CONTEXT_TOKENS // decode.BLOCK_TOKENS + 1
     kv = allocate_kv(of, blocks, decode.BLOCK_TOKENS, "bf16", device.torch_device)
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(geo.VOCAB, (options.tokens,), generator=generator).tolist()
-    slots = decode.slots_within(options, device, layout, free_before)
+    nbytes = decode.slots_within(options, device, store.layout, free_before)
+    nbytes *= store.layout.slice_nbytes
     each: dict[str, Any] = {}
+    stores = {options.slices: store}
 
     def capture() -> DecodeGraphs:
         graphs = DecodeGraphs(decoder, kv, device, max_batch=1, context=decode.CONTEXT_TOKENS)
         graphs.capture()
         return graphs
 
-    made = [
-        Variant(options, device, store, slots, prefetch, most, tokens, later, capture, say)
-        for prefetch in options.prefetch
-        for most in options.most
-    ]
-    try:
-        say("in_turn", in_turn(made, tokens))
-        for variant in made:
-            each[variant.name] = variant.look(tokens[:TOKENS], later, capture, say)
-    finally:
-        for variant in made:
-            variant.close()
+    made: list[Variant] = []
+    for way in ways:
+        if way.slices not in stores:
+            other = geo.layout(num_slices=way.slices)
+            stores[way.slices] = random_store(
+                other, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True
+            )
+        made.append(
+            Variant(options, device, stores[way.slices], nbytes, way, tokens, later, capture, say)
+        )
+    say("in_turn", in_turn(made, tokens))
+    for variant in made:
+        each[variant.name] = variant.look(tokens[:TOKENS], later, capture, say)
     if options.each:
         Path(options.each).write_text(json.dumps(each))
     geo.report("residency/balance", figures.found, options.out)
 
 
+@dataclass(frozen=True)
+class Way:
+    """slices: of an expert; prefetch: slices sent before a plan; most: fetches that the CPU may take; off: what
+    is not used of the rest."""
+
+    slices: int
+    prefetch: int
+    most: int
+    off: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> Way:
+        slices, prefetch, most, *off = text.split(":")
+        return cls(int(slices), int(prefetch), int(most), tuple(off))
+
+
 class Variant:
-    """One executor and its graphs; rates settled as the engine settles them, then fixed."""
+    """One executor and its graphs; rates settled as the engine settles them, then fixed. Its CPU service runs
+    only while it is looked at: services share the CPUs."""
 
     def __init__(
-        self, options: Any, device: CudaDevice, store: Any, slots: int, prefetch: int, most: int,
+        self, options: Any, device: CudaDevice, store: Any, nbytes: int, way: Way,
         tokens: list[int], later: Later, capture: Any, say: Any,
     ) -> None:  # fmt: skip
-        self.name, self.options = f"prefetch_{prefetch}_open_{most}", options
-        self.executor = decode.executor_of(device, store, "hybrid", slots, options, prefetch, most)
+        self.name = (
+            f"{way.slices} slices, prefetch {way.prefetch}, open {way.most} {'-'.join(way.off)}"
+        )
+        self.options = options
+        slots = nbytes // store.layout.slice_nbytes
+        self.executor = decode.executor_of(
+            device, store, "hybrid", slots, options, way.prefetch, way.most
+        )
+        switch_off(self.executor, way.off)
         later.target = self.executor
         self.executor.step_begins(1)
         self.graphs = capture()
         run_tokens(self.graphs, tokens[:16], self.executor)
         rates = decode.rates_of(options, store.layout.slice_nbytes)
         found = settled_rates(self.graphs, tokens[:TOKENS], self.executor, rates, None)
-        say(f"{self.name}_settled", found)
+        say(f"{self.name}: settled", found)
+        self.rest()
+
+    def wake(self) -> None:
+        self.executor._start_service()
+
+    def rest(self) -> None:
+        torch.cuda.synchronize()
+        assert self.executor.service is not None
+        self.executor.service.stop()
 
     def look(self, tokens: list[int], later: Later, capture: Any, say: Any) -> Any:
         """Where this one's time goes."""
+        self.wake()
         executor = self.executor
-        time.sleep(PAUSE_S)
         store = executor.store
-        say(
-            f"{self.name}_decode",
-            measured(self.graphs, tokens, executor, store.layout.slice_nbytes),
-        )
+        run_tokens(self.graphs, tokens[:4], executor)
+        found = measured(self.graphs, tokens, executor, store.layout.slice_nbytes)
+        say(f"{self.name}: decode", found)
         service: Any = executor.service
         log = service.log_rounds(ROUNDS)
         later.target, paths = executor, executor.paths
         stamped: Any = Counted(paths, store.num_layers, torch.device("cuda"))
         executor.paths = stamped
-        graphs = capture()
-        found = layers_of(graphs, tokens, executor, log)
+        found = layers_of(capture(), tokens, executor, log)
         executor.paths = paths
-        say(f"{self.name}_timeline", found["timeline"])
-        say(f"{self.name}_balance", summary(found["layers"]))
-        say(f"{self.name}_rounds", rounds_of(log, tuple(range(self.options.threads))))
+        say(f"{self.name}: timeline", found["timeline"])
+        say(f"{self.name}: balance", summary(found["layers"]))
+        say(f"{self.name}: rounds", rounds_of(log, tuple(range(self.options.threads))))
+        self.rest()
         return found["layers"]
 
-    def close(self) -> None:
-        if self.executor.service is not None:
-            self.executor.service.stop()
+
+def switch_off(executor: HybridExecutor, off: tuple[str, ...]) -> None:
+    """Before graphs are captured."""
+    launcher = executor.paths.launcher  # type: ignore[attr-defined]
+    if "await" in off:
+        launcher.tuning = replace(launcher.tuning, await_early=False)
 
 
 def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict[str, list[float]]:
@@ -196,10 +237,11 @@ def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for _ in range(rounds):
         for variant in variants:
-            time.sleep(PAUSE_S)  # the other's threads have gone to sleep
+            variant.wake()
             run_tokens(variant.graphs, tokens[:4], variant.executor)
             speed = run_tokens(variant.graphs, tokens[:48], variant.executor)["tok_s"]
             found[variant.name].append(round(speed, 2))
+            variant.rest()
     return found
 
 

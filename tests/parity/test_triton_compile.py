@@ -198,7 +198,8 @@ SPECS = [
     spec(
         "expert_matvec",
         "expert_await",
-        {"AT_ACK": 16, "AT_ABORT": 32, "STATE_SEQ": 2, "STATE_FAILED": 3, "SPINS": 5000000},
+        {"AT_ACK": 16, "AT_ABORT": 32, "STATE_SEQ": 2, "STATE_FAILED": 3, "SPINS": 5000000,
+         "PDL": True},
         counts="*i32", state="*i32", block="*i32", totals="*i64",
     ),
 ]  # fmt: skip

@@ -83,6 +83,7 @@ class Tuning:
     gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
+    await_early: bool = True  # while what was fetched is computed
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
     # MXFP4 in one kernel where there is one: 24.3 us instead of 25.3 alone, and within a step no more than
     # 1 % (docs/adr/0009).
@@ -270,11 +271,12 @@ class ExpertLauncher:
     def await_cpu(self) -> None:
         """Wait for the CPU's answer to this layer's request, if there is one."""
         if self._has_cpu:
+            # Early only behind products, which began when the plan was done.
+            early = self._overlap and self.tuning.await_early and self._state.geometry.max_fetch > 0
             expert_await[(1,)](
                 self._state.counts, self._state.state, self._block, self._state.totals,
                 self._request.ack, self._request.abort, STATE_SEQ.value, STATE_FAILED.value,
-                self.tuning.await_spins,
-                num_warps=1,
+                self.tuning.await_spins, early, num_warps=1, launch_pdl=early,
             )  # fmt: skip
 
     def combine(self, num_tokens: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from headrace.ops.triton.expert_plan import (
     clock_ns,
 )
 from headrace.ops.triton.expert_rows import bf16_rows, gated, store_partial
-from headrace.ops.triton.overlap import wait_and_release
+from headrace.ops.triton.overlap import release, wait, wait_and_release
 
 
 @triton.jit
@@ -128,27 +128,34 @@ def expert_combine(
 @triton.jit
 def expert_await(
     counts, state, block, totals, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr,
-    STATE_SEQ: tl.constexpr, STATE_FAILED: tl.constexpr, SPINS: tl.constexpr,
+    STATE_SEQ: tl.constexpr, STATE_FAILED: tl.constexpr, SPINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait until the CPU has answered this layer's request; one program of one warp.
 
     Ends at the latest after SPINS reads over PCIe (about a microsecond each), or when the abort word is
     set; then the failure is noted in the state, the abort word is set, and later waits end at once.
+    With PDL it begins to ask while the products before it run: an answer that is there costs nothing.
     """
+    release(PDL)
     if tl.load(counts + COUNT_CPU) > 0:
         seq = tl.load(state + STATE_SEQ)
         spins = 0
+        missing = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
+        # What came before is done: from here on it is the CPU that is waited for.
+        wait(PDL)
         start = clock_ns()
-        waiting = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
-        stalled = waiting.to(tl.int64)
-        while waiting != 0:
+        stalled = missing.to(tl.int64)
+        given_up = missing * 0
+        while (missing != 0) & (given_up == 0):
             spins += 1
-            ack = tl.load(block + AT_ACK, volatile=True)
+            missing = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
             abort = tl.load(block + AT_ABORT, volatile=True)
-            waiting = ((ack != seq) & (abort == 0) & (spins < SPINS)).to(tl.int32)
+            given_up = ((abort != 0) | (spins >= SPINS)).to(tl.int32)
         tl.store(totals + TOTAL_STALLS, tl.load(totals + TOTAL_STALLS) + stalled)
         spent = totals + TOTAL_STALL_NS
         tl.store(spent, tl.load(spent) + stalled * (clock_ns() - start))
-        if tl.load(block + AT_ACK, volatile=True) != seq:
+        if missing != 0:
             tl.store(state + STATE_FAILED, 1)
             tl.store(block + AT_ABORT, 1)
+    else:
+        wait(PDL)
