@@ -185,7 +185,7 @@ bool ExpertCompute::taken_complete() const {
 
 // Who begins with what. Tiles first in the first phase, then blocks of terms.
 void ExpertCompute::share() {
-  const int64_t terms = x_has_terms_ && !all_tiled_ ? request_.tokens * (layout_.hidden / kTermBlock) : 0;
+  const int64_t terms = x_has_terms_ && !all_tiled_ && !request_.prepared ? request_.tokens * (layout_.hidden / kTermBlock) : 0;
   const int64_t inputs = terms + (tiled_ ? tiles_->input_units() : 0);
   work_[kQuantise].plan(inputs, [&](int worker) { return inputs * worker / threads_; });
   work_[kGateUp].plan(own_ * units_, [&](int worker) { return unit_cut(worker); });
@@ -244,6 +244,13 @@ int64_t ExpertCompute::quantise(int worker) {
     if (r.last > tiles) quantise_blocks(std::max(r.first, tiles) - tiles, r.last - tiles);
   }
   return done;
+}
+
+void ExpertCompute::quantise_ahead(const SlabLayout& layout, const float* x) {
+  use(layout);
+  if (!x_has_terms_) return;
+  const ExpertKernels& k = expert_kernels();
+  for (int64_t b = 0; b < layout.hidden / kTermBlock; ++b) k.quantise(x + b * kTermBlock, layout.format, x_terms(0), b);
 }
 
 void ExpertCompute::quantise_blocks(int64_t first, int64_t last) {

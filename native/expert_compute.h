@@ -46,6 +46,7 @@ struct ExpertRequest {
   const float* pair_weight;
   const float* x;  // [tokens, hidden]
   float* out;      // [tokens, hidden]
+  bool prepared = false;  // quantise_ahead has been called with this layout and x
   int64_t open = 0;  // items after the others that may be taken, one after the other; in any order
 };
 
@@ -72,6 +73,8 @@ class ExpertCompute {
 
   // No worker may be inside a phase or may still enter one of the request before.
   ExpertFault plan(const ExpertRequest& request);
+  // What kQuantise does for a request of one token, before it is known; under the same condition as `plan`.
+  void quantise_ahead(const SlabLayout& layout, const float* x);
   // Computes until nothing is left to be taken; others may still be at work then. True for the worker that
   // completed the phase.
   bool run(Phase phase, int worker);

@@ -64,6 +64,8 @@ struct ExpertService::State {
   int32_t seq = 0;  // of the round at work
   int64_t open = 0, fetches = 0;  // of its request
   double slice_ns = 0.0;          // that the GPU last took to fetch one
+  uint32_t prepared = 0;          // the number of the x that is quantised
+  int32_t prepared_layer = -1;
   std::atomic<int64_t> gate_began{0};
   std::atomic<Taking> taking{Taking::by_pace};
   Clock::time_point started;
@@ -207,6 +209,25 @@ struct ExpertService::State {
     return true;
   }
 
+  // The number that all parts of x have, or 0.
+  uint32_t x_number() const {
+    const int32_t first = word(block.ready).load(std::memory_order_acquire);
+    for (int64_t i = 1; i < block.ready_parts; ++i)
+      if (word(block.ready + 4 * i).load(std::memory_order_acquire) != first) return 0;
+    return static_cast<uint32_t>(first);
+  }
+
+  // x comes before the router is asked: the leader quantises it meanwhile.
+  void prepare_x() {
+    if (block.ready_parts == 0 || static_cast<uint32_t>(word(block.ready).load(std::memory_order_relaxed)) == prepared) return;
+    const uint32_t number = x_number();
+    if (number == 0) return;
+    const auto layer = static_cast<size_t>((number - 1) % bases.size());
+    compute.quantise_ahead(layouts[layer], reinterpret_cast<const float*>(block.memory + block.x));
+    prepared = number;
+    prepared_layer = static_cast<int32_t>(layer);
+  }
+
   // Reads the request behind `seq`; false if it was refused.
   bool accept() {
     const auto* header = reinterpret_cast<const int32_t*>(block.memory + block.header);
@@ -219,6 +240,10 @@ struct ExpertService::State {
       r.items = header[2];
       r.pairs = header[3];
       r.open = header[4];
+      if (const auto number = static_cast<uint32_t>(header[6]); number != 0 && block.ready_parts != 0) {
+        if (!await([&] { return x_number() == number; }, true)) return false;
+        r.prepared = prepared == number && prepared_layer == header[0] && header[1] == 1;
+      }
       fetches = header[5];
       r.item = reinterpret_cast<const int32_t*>(block.memory + block.items);
       r.pair_token = reinterpret_cast<const int32_t*>(block.memory + block.pair_token);
@@ -247,6 +272,7 @@ struct ExpertService::State {
         return true;
       }
       if (over()) return false;
+      prepare_x();
       if (!napping && turn % kTurns != 0) {
         relax();
         continue;

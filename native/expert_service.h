@@ -23,7 +23,7 @@ namespace headrace {
 struct ServiceBlock {
   uint8_t* memory;
   int64_t max_tokens, max_items, max_pairs;
-  int64_t seq, ack, abort, taken, pace, header, items, pair_token, pair_weight, x, out;  // bytes from the start
+  int64_t seq, ack, abort, taken, pace, ready, ready_parts, header, items, pair_token, pair_weight, x, out;  // bytes from the start
 };
 
 struct ServiceOptions {

@@ -9,6 +9,9 @@ Each layer's slices by path stand beside the GPU's times (``timeline``) and thos
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,15 +145,28 @@ def main() -> None:
             stores[way.slices] = random_store(
                 other, options.layers, geo.EXPERTS, seed=1, threads=16, pin=True
             )
-        made.append(
-            Variant(options, device, stores[way.slices], nbytes, way, tokens, later, capture, say)
-        )
+        with seen_by_itself(say, str(way)):
+            made.append(
+                Variant(
+                    options, device, stores[way.slices], nbytes, way, tokens, later, capture, say
+                )
+            )
     say("in_turn", in_turn(made, tokens))
     for variant in made:
-        each[variant.name] = variant.look(tokens[:TOKENS], later, capture, say)
+        with seen_by_itself(say, variant.name):
+            each[variant.name] = variant.look(tokens[:TOKENS], later, capture, say)
     if options.each:
         Path(options.each).write_text(json.dumps(each))
     geo.report("residency/balance", figures.found, options.out)
+
+
+@contextmanager
+def seen_by_itself(say: Any, name: str) -> Iterator[None]:
+    """One way that fails does not keep the others from being measured."""
+    try:
+        yield
+    except Exception:
+        say(f"{name}: failed", traceback.format_exc()[-2500:])
 
 
 @dataclass(frozen=True)
@@ -230,6 +246,7 @@ def switch_off(executor: HybridExecutor, off: tuple[str, ...]) -> None:
     launcher = executor.paths.launcher  # type: ignore[attr-defined]
     if "await" in off:
         launcher.tuning = replace(launcher.tuning, await_early=False)
+    executor.publishes = "publish" not in off
 
 
 def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict[str, list[float]]:

@@ -51,6 +51,10 @@ class Later:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
 
+    def normed(self, layer: int, x: torch.Tensor) -> None:
+        if not isinstance(self.target, Nothing):
+            self.target.normed(layer, x)
+
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.attended(layer, x, valid)

@@ -84,7 +84,15 @@ class Bench:
         self.request = expert_launch.RequestOffsets(
             *(
                 at // 4
-                for at in (where.ack, where.abort, where.taken, where.pace, where.x, where.out)
+                for at in (
+                    where.ack,
+                    where.abort,
+                    where.taken,
+                    where.pace,
+                    where.ready,
+                    where.x,
+                    where.out,
+                )
             )
         )
         self.launcher = self.make(expert_launch.Tuning())

@@ -49,9 +49,6 @@ class Stamped:
         self._paths.prefetch(layer, guessed, top_k, valid)
         self._stamp("sent", layer)
 
-    def prepare(self, x: Any) -> None:
-        self._paths.prepare(x)
-
     def plan(self, layer: int, ids: Any, weights: Any) -> None:
         self._layer = layer
         self._stamp("prepare")

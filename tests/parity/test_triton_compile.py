@@ -226,7 +226,9 @@ def test_expert_kernels_compile(capability: int):
         spec("expert_halves", "halves_down", {**SLICE, "WARPS_K": 1}, **LISTS),
         spec(
             "expert_halves", "expert_prepare",
-            {"AT_X": 4, "HIDDEN": 2880, "COLS": 256, "MXFP4": True, "HAS_CPU": True, "PDL": True}, **LISTS,
+            {"AT_X": 4, "AT_READY": 80, "L": 36, "HIDDEN": 2880, "COLS": 256, "MXFP4": True, "HAS_CPU": True,
+             "NUMBERED": True, "PDL": True},
+            **LISTS, state="*i32", layer="i32",
         ),
     ]  # fmt: skip
     results = cross_compile(specs, capability)
@@ -248,7 +250,7 @@ PLAN = {
     **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
     "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
     "WINDOW": 160, "WP": 256, "CHUNK": 256, "MAX_PREFETCH": 4, "PROGRAMS": 16, "SLICE_CHUNKS": 163,
-    "THREADS": 256, "OPEN": 2, "PDL": True,
+    "THREADS": 256, "OPEN": 2, "NUMBERED": True, "PDL": True,
 }  # fmt: skip
 FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
 

@@ -78,7 +78,7 @@ def probe_experts(
     shares = torch.full((1, top_k), 1 / top_k, device=device.torch_device)
 
     def layer(index: int, ids: torch.Tensor) -> None:
-        paths.prepare(x)
+        paths.prepare(index % LAYERS, x)
         paths.plan(index % LAYERS, ids, shares)
         paths.hits(x)
         if plan.max_fetch:

@@ -138,6 +138,11 @@ class HybridExecutor:
         self.early = True
         self.foreseen_tokens = min(FORESEEN_TOKENS, shape.max_tokens)
         self._ahead, self._early_guess = device.event(), device.event()
+        # A single token's x goes to the CPU and into halves while the router is asked.
+        self.publishes = True
+        self._beside = device.stream()
+        self._normed, self._published = device.event(), device.event()
+        self._given: tuple[int, torch.Tensor] | None = None
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._routers: dict[int, RouterView] = {}
         self._foreseen = -1  # the layer that was guessed early
@@ -162,9 +167,12 @@ class HybridExecutor:
             return self._prefill(layer, x, ids, weights)
         paths = self.paths
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        if layer == 0:
-            paths.begin_step()
-        paths.prepare(x)
+        given, self._given = self._given, None
+        published = given is not None and given[0] == layer and given[1] is x
+        if not published:
+            if layer == 0:
+                paths.begin_step()
+            paths.prepare(layer, x)
         paths.plan(layer, ids, weights)
         if self._fetches:
             self._fork.record()
@@ -172,6 +180,8 @@ class HybridExecutor:
             with self.device.use(self._side):
                 paths.gather(layer)
                 self._join.record()
+        if published:
+            self._published.wait()
         if self.plan_shape.num_slots:
             paths.hits(x)
         self._foresee_next(layer)
@@ -196,6 +206,19 @@ class HybridExecutor:
         with self.device.use(self._side):
             guessed = self.paths.guess(self._guessed, router)
             self.paths.prefetch(layer, guessed, router.top_k, valid)
+
+    def normed(self, layer: int, x: torch.Tensor) -> None:
+        """See ``layers.moe.Foresight``."""
+        if not self.publishes or x.shape[0] != 1 or not x.is_contiguous():
+            return
+        if layer == 0:
+            self.paths.begin_step()
+        self._normed.record()
+        self._beside.wait_event(self._normed)
+        with self.device.use(self._beside):
+            self.paths.publish(layer, x)
+            self._published.record()
+        self._given = (layer, x)
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         """See ``layers.moe.Foresight``."""

@@ -74,6 +74,7 @@ class GpuPaths:
             slice_nbytes=store.layout.slice_nbytes,
             prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
             max_open=shape.max_open,
+            numbered=block is not None and fields.ready_parts > 0,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
@@ -96,6 +97,7 @@ class GpuPaths:
                 abort=fields.abort // _WORD,
                 taken=fields.taken // _WORD,
                 pace=fields.pace // _WORD,
+                ready=fields.ready // _WORD,
                 x=fields.x // _WORD,
                 out=fields.out // _WORD,
             ),
@@ -118,8 +120,11 @@ class GpuPaths:
     ) -> None:
         self._ahead.prefetch(layer, guessed, top_k, valid)
 
-    def prepare(self, x: torch.Tensor) -> None:
-        self.launcher.prepare(x)
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
+        self.launcher.prepare(x, layer)
+
+    def publish(self, layer: int, x: torch.Tensor) -> None:
+        self.launcher.prepare(x, layer, beside=True)
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer

@@ -122,8 +122,12 @@ class ExpertPaths(Protocol):
         valid: bool [T], rows that count; None: all."""
         ...
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
         """Give x, float32 [T, D], to all paths."""
+        ...
+
+    def publish(self, layer: int, x: torch.Tensor) -> None:
+        """``prepare`` of a single token on another stream, beside the router and the plan."""
         ...
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -232,9 +236,11 @@ class HostPaths:
             self.arena[slot, : len(source)] = source
             self._sent_nbytes += len(source)
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
         self._x = x
         self._out = torch.zeros(x.shape, dtype=torch.float64)
+
+    publish = prepare
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer

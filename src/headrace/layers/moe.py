@@ -41,6 +41,11 @@ class Foresight(Protocol):
         mixture's call must follow."""
         ...
 
+    def normed(self, layer: int, x: torch.Tensor, /) -> None:
+        """x as the mixture's call will have it, float32 [T, D] of any length, before its router is asked; that
+        call must follow."""
+        ...
+
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None, /) -> None:
         """Just before the mixture's call, of any length: x is the state after the layer's attention,
         before its norm."""
@@ -124,6 +129,8 @@ class Mixture:
 
         valid: bool [T], False for rows that no expert is to be computed for; None: all of them.
         """
+        if self._foresight is not None:
+            self._foresight.normed(self._index, x)
         ids, weights = self._router(x)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)

@@ -146,7 +146,7 @@ class NativeExpertService:
             [
                 *(fields.max_tokens, fields.max_items, fields.max_pairs),
                 *(fields.seq, fields.ack, fields.abort, fields.taken, fields.pace),
-                *(fields.header, fields.items),
+                *(fields.ready, fields.ready_parts, fields.header, fields.items),
                 *(fields.pair_token, fields.pair_weight, fields.x, fields.out),
             ],
             options.threads,

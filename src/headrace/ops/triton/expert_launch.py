@@ -45,7 +45,7 @@ WEIGHTS_OF_SCALE = 32  # MXFP4
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 128
 BF16_TILE = 16
-PREPARE_COLS = 256
+PREPARE_COLS = 256  # ``request_block.READY_COLS``
 ROWS_OF_WARP = 16  # of a tensor core's instruction
 MOST_SHARING = 8  # warps of a row
 TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
@@ -59,6 +59,7 @@ class RequestOffsets:
     abort: int
     taken: int
     pace: int
+    ready: int
     x: int
     out: int
 
@@ -154,16 +155,19 @@ class ExpertLauncher:
             self._x_halves = self._h  # nobody's
         self.partial = torch.zeros(pairs, g.num_slices, g.hidden, device=device)
 
-    def prepare(self, x: torch.Tensor) -> None:
-        """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
+    def prepare(self, x: torch.Tensor, layer: int = 0, *, beside: bool = False) -> None:
+        """Publish x, float32 [T, D], to the CPU and to the kernels, before the plan of ``layer``; that of a
+        single token may be made ``beside`` it, on another stream."""
         if self._blocks is not None:
             self._blocks.prepare(x)
         if not (self._has_cpu or self._mxfp4):
             return
-        hidden = self._geometry.hidden
+        hidden, plan = self._geometry.hidden, self._state.geometry
+        overlap = self._overlap and not beside
         expert_prepare[(x.shape[0], -(-hidden // PREPARE_COLS))](
-            x, self._x_halves, self._block, self._request.x, hidden, PREPARE_COLS, self._mxfp4,
-            self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
+            x, self._x_halves, self._block, self._state.state, layer, self._request.x,
+            self._request.ready, plan.num_layers, hidden, PREPARE_COLS, self._mxfp4, self._has_cpu,
+            plan.numbered and x.shape[0] == 1, overlap, num_warps=1, launch_pdl=overlap,
         )  # fmt: skip
 
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:

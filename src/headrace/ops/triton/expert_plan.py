@@ -122,12 +122,12 @@ def expert_plan(
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, FP: tl.constexpr,
     WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr, MAX_PREFETCH: tl.constexpr,
     PROGRAMS: tl.constexpr, SLICE_CHUNKS: tl.constexpr, THREADS: tl.constexpr, OPEN: tl.constexpr,
-    PDL: tl.constexpr,
+    NUMBERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Plan one layer; one program. ids int32, weights float32 [USES]; AT_*: int32 offsets in ``block``;
     N, SP, FP, WP: USES, S, MAX_FETCH and WINDOW rounded up to powers of two; CHUNK: slots of the
     ranking looked at together; PROGRAMS prefetch in chunks, SLICE_CHUNKS a slice; OPEN: most fetches that
-    the CPU may take."""
+    the CPU may take; NUMBERED: x has a number (``expert_prepare``)."""
     i = tl.arange(0, N)
     piece = tl.arange(0, SP)[None, :]
     # No release: early, what follows would take the registers that a fetch beside it needs.
@@ -256,6 +256,8 @@ def expert_plan(
             tl.store(block + AT_HEADER + 3, num_valid)
             tl.store(block + AT_HEADER + 4, num_open)
             tl.store(block + AT_HEADER + 5, wanted)
+            number = now * L + layer + 1 if NUMBERED else now * 0
+            tl.store(block + AT_HEADER + 6, number)
             seq = tl.load(state + STATE_SEQ) + 1
             tl.store(state + STATE_SEQ, seq)
             tl.debug_barrier()
