@@ -44,8 +44,8 @@ class Counted(Stamped):
         super().__init__(paths, num_layers, device)
         self.counted = torch.zeros(num_layers, COUNTS, dtype=torch.int32, device=device)
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        out = super().combine(num_tokens)
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().combine(num_tokens, residual)
         self.counted[self._layer].copy_(self._paths.state.counts)
         return out
 
@@ -196,13 +196,13 @@ class Variant:
         self.name = (
             f"{way.slices} slices, prefetch {way.prefetch}, open {way.most} {'-'.join(way.off)}"
         )
-        self.options = options
+        self.options, self.adds = options, "residual" not in way.off
         slots = nbytes // store.layout.slice_nbytes
         self.executor = decode.executor_of(
             device, store, "hybrid", slots, options, way.prefetch, way.most
         )
         switch_off(self.executor, way.off)
-        later.target = self.executor
+        later.target, later.adds = self.executor, "residual" not in way.off
         self.executor.step_begins(1)
         self.graphs = capture()
         run_tokens(self.graphs, tokens[:16], self.executor)
@@ -230,6 +230,7 @@ class Variant:
         service: Any = executor.service
         log = service.log_rounds(ROUNDS)
         later.target, paths = executor, executor.paths
+        later.adds = self.adds
         stamped: Any = Counted(paths, store.num_layers, torch.device("cuda"))
         executor.paths = stamped
         found = layers_of(capture(), tokens, executor, log)

@@ -73,8 +73,8 @@ class Stamped:
         self._paths.await_cpu()
         self._stamp("answered")
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        out = self._paths.combine(num_tokens)
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._paths.combine(num_tokens, residual)
         self._stamp("combined")
         return out
 

@@ -83,7 +83,7 @@ def probe_experts(
         paths.hits(x)
         if plan.max_fetch:
             paths.fetched(x)
-        paths.combine(1).add_(x)
+        paths.combine(1, x)
 
     def seconds(chosen: int) -> float:
         """Of a layer with so many experts."""

@@ -157,6 +157,27 @@ class HybridExecutor:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """See ``layers.moe.MixtureExecutor``."""
+        return self._computed(layer, x, ids, weights, None)
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``layers.moe.AddsResidual``."""
+        return self._computed(layer, x, ids, weights, residual)
+
+    def _computed(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
         tokens = x.shape[0]
         if tokens > self.shape.max_tokens:
             if self._prefill is None:
@@ -164,7 +185,8 @@ class HybridExecutor:
                     f"{tokens} tokens at once, this executor takes {self.shape.max_tokens}",
                     hint="give a smaller --max-batch-tokens",
                 )
-            return self._prefill(layer, x, ids, weights)
+            out = self._prefill(layer, x, ids, weights)
+            return out if residual is None else out.add_(residual)
         paths = self.paths
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         given, self._given = self._given, None
@@ -190,7 +212,7 @@ class HybridExecutor:
             self._guessed = None
             paths.fetched(x)
         paths.await_cpu()
-        return paths.combine(tokens)
+        return paths.combine(tokens, None if residual is None else residual.contiguous())
 
     def foresee(
         self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None

@@ -146,8 +146,8 @@ class GpuPaths:
     def await_cpu(self) -> None:
         self.launcher.await_cpu()
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        return self.launcher.combine(num_tokens)
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return self.launcher.combine(num_tokens, residual)
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
         rows = torch.tensor([list(table) for table in tables], dtype=torch.int32)

@@ -142,8 +142,8 @@ class ExpertPaths(Protocol):
     def fetched(self, x: torch.Tensor) -> None: ...
     def await_cpu(self) -> None: ...
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        """The sum of all paths, float32 [T, D]."""
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of all paths and of ``residual``, float32 [T, D], contiguous."""
         ...
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
@@ -332,8 +332,9 @@ class HostPaths:
             work.pair_weight,
         )
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        return self._out[:num_tokens].float()
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._out[:num_tokens].float()
+        return out if residual is None else out + residual
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
         self._split = tables

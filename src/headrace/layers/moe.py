@@ -52,6 +52,21 @@ class Foresight(Protocol):
         ...
 
 
+@runtime_checkable
+class AddsResidual(Protocol):
+    """An executor that adds the layer's residual, float32 [T, D], to its sum for nothing; else it is ``__call__``."""
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+        /,
+    ) -> torch.Tensor: ...
+
+
 class InMemoryExperts:
     """All experts where the rest of the model is: one ``ops.moe`` call for each mixture."""
 
@@ -138,7 +153,10 @@ class Mixture:
             self.on_routing(self._layer, ids)
         if self._foresight is not None:
             self._foresight.attended(self._index, residual, valid)
-        out = self._experts(self._index, x, ids, weights).add_(residual)
+        if isinstance(self._experts, AddsResidual):
+            out = self._experts.with_residual(self._index, x, ids, weights, residual)
+        else:
+            out = self._experts(self._index, x, ids, weights).add_(residual)
         if self.on_computed is not None:
             self.on_computed()
         return out

@@ -283,14 +283,15 @@ class ExpertLauncher:
                 self.tuning.await_spins, early, num_warps=1, launch_pdl=early,
             )  # fmt: skip
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        """Sum what the paths computed: float32 [T, D]."""
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum what the paths computed, and ``residual``: float32 [T, D]."""
         g, s = self._geometry, self._state
         out = torch.empty(num_tokens, g.hidden, device=self._arena.device)
         block = s.counts if s.block is None else s.block.view(torch.float32)
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
-            self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
-            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
+            self.partial, s.pair_of, s.on_gpu, s.counts, block,
+            out if residual is None else residual, out, self._request.out, s.geometry.top_k,
+            g.num_slices, g.hidden, self._has_cpu, residual is not None, COMBINE_COLS,
             self._overlap, num_warps=1, launch_pdl=self._overlap,
         )  # fmt: skip
         return out

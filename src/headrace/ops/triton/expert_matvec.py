@@ -96,11 +96,12 @@ def bf16_down(
 
 @triton.jit
 def expert_combine(
-    partial, pair_of, on_gpu, counts, block, out, AT_OUT: tl.constexpr, TOP_K: tl.constexpr,
-    S: tl.constexpr, HIDDEN: tl.constexpr, HAS_CPU: tl.constexpr, COLS: tl.constexpr,
-    PDL: tl.constexpr,
+    partial, pair_of, on_gpu, counts, block, residual, out, AT_OUT: tl.constexpr,
+    TOP_K: tl.constexpr, S: tl.constexpr, HIDDEN: tl.constexpr, HAS_CPU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = the sum of its partial results, by place and slice, and of the CPU's row."""
+    """out[token] = the sum of its partial results, by place and slice, and of the CPU's row; then, with
+    HAS_RESIDUAL, + residual[token]."""
     token = tl.program_id(0)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = c < HIDDEN
@@ -122,6 +123,8 @@ def expert_combine(
         waited = tl.load(counts + COUNT_CPU) > 0
         row = block + AT_OUT + token * HIDDEN + c
         acc += tl.load(row, mask=ok & waited, other=0.0, volatile=True)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + token * HIDDEN + c, mask=ok, other=0.0)
     tl.store(out + token * HIDDEN + c, acc, mask=ok)
 
 
