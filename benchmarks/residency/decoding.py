@@ -47,6 +47,11 @@ class Later:
     ) -> torch.Tensor:
         return self.target(layer, x, ids, weights)
 
+    def add_to(
+        self, layer: int, x: Any, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.target.add_to(layer, x, ids, weights, out)
+
     def foresee(self, layer: int, x: torch.Tensor, router: Any, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
