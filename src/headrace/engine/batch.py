@@ -73,8 +73,9 @@ def cut_in_pieces(parts: Sequence[_Part], rows: int, size: int) -> list[list[_Pa
         while start < part.end:
             stop = min(part.end, start + free)
             if stop < part.end:
-                stop = max(stop // _WHOLE * _WHOLE, start)
-            if stop > start:
+                whole = stop // _WHOLE * _WHOLE
+                stop = whole if whole > start or free < rows else stop
+            if start < stop:
                 pieces[-1].append(_between(part, start, stop, size))
                 free -= stop - start
                 start = stop
