@@ -15,7 +15,7 @@ import torch
 from benchmarks.residency import decode, decoding, model
 from benchmarks.residency import geometry as geo
 from benchmarks.residency.prefill import BLOCK_TOKENS, Prompts, profile
-from headrace.engine.batch import PIECE_ROWS
+from headrace.core.step import PIECE_ROWS
 from headrace.kv.storage import allocate_kv
 from headrace.ops.registry import resolve
 

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.residency import decode, decoding, model
 from benchmarks.residency import geometry as geo
-from headrace.core.step import ScheduledChunk
-from headrace.engine.batch import PIECE_ROWS, build_batch
+from headrace.core.step import PIECE_ROWS, ScheduledChunk
+from headrace.engine.batch import build_batch
 from headrace.experts.executor import HybridExecutor
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice

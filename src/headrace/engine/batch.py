@@ -10,13 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.core.step import ScheduledChunk
+from headrace.core.step import PIECE_ROWS, ScheduledChunk
 from headrace.kv.open_pages import OpenChunk, OpenPages
 from headrace.ops.records import AttentionBatch, OpenBatch
 
-# Rows of a piece of a long batch. Attention's queries, keys and outputs take 66 KB a row with gpt-oss's
-# heads; 2,048 rows keep the tensor cores busy and were a whole batch before.
-PIECE_ROWS = 2048
 # Pieces of a sequence end at whole pages, whatever their size.
 _WHOLE = 128
 

@@ -257,6 +257,7 @@ def capture_graphs(
 
 def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfig:
     """The scheduler's limits out of the resolved choices."""
+    chunks = resolved.chunks
     return SchedulerConfig(
         num_blocks=resolved.num_blocks,
         block_tokens=resolved.block_tokens,
@@ -268,6 +269,8 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
         # The pool has a block more for padding, which the scheduler does not know of.
         num_first=min(resolved.kv_pool.num_first, resolved.num_blocks) or None,
         kv_key=resolved.kv_key,
+        beside_tokens=None if chunks is None else max(chunks.beside, resolved.max_num_seqs),
+        tail_tokens=None if chunks is None else chunks.tail,
     )
 
 

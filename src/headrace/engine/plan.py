@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
 from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, fewer_at_once, lay_out
+from headrace.experts.prefill import MAX_CPU_TOKENS
 from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape
 from headrace.explain.step_time import StepTime, step_time
@@ -21,8 +22,6 @@ from headrace.machine.profile import MachineProfile
 # The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
 # Fixed, so that a faster part never makes a plan slower.
 SHARES = tuple(i / 16 for i in range(17))
-# Tokens that the CPU takes at a time (experts.building.MAX_CPU_TOKENS).
-SHORT_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def prefill_time(
     """The last chunk's step, and the seconds of all chunks of one prompt.
 
     Resident experts are not copied; the others travel once a chunk, or a chunk takes both paths in pieces
-    of ``SHORT_CHUNK`` tokens with the best share of ``SHARES``: always if it is one piece, else if that is
+    of ``MAX_CPU_TOKENS`` tokens with the best share of ``SHARES``: always if it is one piece, else if that is
     faster, as the engine decides (``experts.prefill``).
     """
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
@@ -275,13 +274,13 @@ def prefill_time(
         shape = StepShape("prefill", 1, size, done)
 
         def timed(share: float, shape: StepShape = shape) -> StepTime:
-            routed = replace(place, at_once=SHORT_CHUNK, fetch_share=share)
+            routed = replace(place, at_once=MAX_CPU_TOKENS, fetch_share=share)
             return step_time(spec, shape, routed, machine, engine)
 
         last = step_time(spec, shape, place, machine, engine)
         if layout.mode in ("ram", "disk"):
             both = timed(_best_share(lambda share: timed(share).seconds))
-            last = both if size <= SHORT_CHUNK or both.seconds < last.seconds else last
+            last = both if size <= MAX_CPU_TOKENS or both.seconds < last.seconds else last
         seconds, done = seconds + last.seconds, done + size
     assert last is not None
     return last, seconds

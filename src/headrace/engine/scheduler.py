@@ -25,6 +25,7 @@ from headrace.core.request import FinishReason, GenerationRequest
 from headrace.core.step import ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.block_tables import BlockTables
 from headrace.engine.sequence import Group, Sequence
+from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
 
 
@@ -34,6 +35,9 @@ class SchedulerConfig:
 
     context: tokens a sequence may hold, prompt and answer together
     max_batch_tokens: tokens per step, at least ``max_num_seqs``
+    beside_tokens: likewise, of steps in which sequences decode; None: the same
+    tail_tokens: a prompt that takes several steps has equally long chunks, or a last one of up to so many
+        tokens (``experts.chunk_choice``); None: chunks as long as possible
     sealed: blocks are quantised when they are full
     num_first: blocks that may be the first of a sequence, None for all
     kv_key: what cached prefixes depend on beside their tokens
@@ -48,6 +52,8 @@ class SchedulerConfig:
     sealed: bool = False
     num_first: int | None = None
     kv_key: str = ""
+    beside_tokens: int | None = None
+    tail_tokens: int | None = None
 
 
 @dataclass
@@ -191,9 +197,10 @@ class Scheduler:
         for seq in [s for s in self._running.values() if s.num_remaining == 1]:
             if seq.seq_id in self._running and self._make_room(seq, 1, copies):
                 chunks.append(self._chunk(seq, 1))
-        budget = self.config.max_batch_tokens - len(chunks)
+        beside = self.config.beside_tokens if chunks else None
+        budget = max((beside or self.config.max_batch_tokens) - len(chunks), 0)
         for seq in [s for s in self._running.values() if s.num_remaining > 1]:
-            count = min(budget, seq.num_remaining)
+            count = self._count(seq, budget, chunks)
             if count and seq.seq_id in self._running and self._make_room(seq, count, copies):
                 chunks.append(self._chunk(seq, count))
                 budget -= count
@@ -289,7 +296,7 @@ class Scheduler:
                 return
             del self._waiting[position]
             self._run(seq)
-            count = min(budget, seq.num_remaining)
+            count = self._count(seq, budget, chunks)
             chunks.append(self._chunk(seq, count))
             budget -= count
 
@@ -359,6 +366,13 @@ class Scheduler:
             seq.group.cached_tokens = seq.num_computed
             self.counters.prefix_query_tokens += seq.group.num_prompt
             self.counters.prefix_hit_tokens += seq.num_computed
+
+    def _count(self, seq: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
+        """Tokens of a prompt's next chunk; the prompts behind the first of a step fill what it leaves."""
+        tail = self.config.tail_tokens
+        if tail is None or not budget or any(len(chunk.token_ids) > 1 for chunk in chunks):
+            return min(budget, seq.num_remaining)
+        return next_chunk(seq.num_remaining, budget, tail)
 
     # ---- ends -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace.core.block_planes import EXPAND_NBYTES
 from headrace.core.errors import DoesNotFitError
 from headrace.core.model_spec import ModelSpec
+from headrace.core.step import PIECE_ROWS
 from headrace.core.weight_shapes import num_parameters
 from headrace.engine.memory_plan import megabytes, workspace_nbytes
 
@@ -101,23 +102,43 @@ def gpu_workspace_nbytes(
 ) -> int:
     """Bytes that the largest step needs beside weights and KV: an upper bound.
 
-    The host's count, the same activations in the dense type beside it (what cuBLAS multiplies), the
-    parts that decoding attention leaves, and the past that prefill attention lays out.
+    The host's count of the rows that are computed at a time, the same activations in the dense type beside
+    it (what cuBLAS multiplies), what longer chunks keep of all rows, the parts that decoding attention
+    leaves, and the past that prefill attention lays out.
     """
     step = workspace_nbytes(
         spec,
         context=context,
-        max_batch_tokens=max_batch_tokens,
+        max_batch_tokens=min(max_batch_tokens, PIECE_ROWS),
         max_num_seqs=max_num_seqs,
         backend="triton",
     )
+    step += step // 2
+    if max_batch_tokens > PIECE_ROWS:
+        rows, mixture = long_chunk_nbytes(spec, max_batch_tokens)
+        step = rows + max(step, mixture)
     attention = max_num_seqs * spec.num_heads * _ATTENTION_PARTS * (spec.head_dim + 2) * 4
     laid_out = 0
     if spec.head_dim == _LAID_OUT_DIM and max_batch_tokens >= _LAID_OUT_ROWS:
         sequences = min(max_num_seqs, max_batch_tokens // _LAID_OUT_ROWS)
         rows = sequences * (context + _LAID_OUT_DIM)  # whole tiles of keys, 2 bytes a number
         laid_out = min(_LAID_OUT_NBYTES, 4 * spec.num_kv_heads * spec.head_dim * rows)
-    return step + step // 2 + attention + laid_out
+    return step + attention + laid_out
+
+
+def long_chunk_nbytes(spec: ModelSpec, tokens: int) -> tuple[int, int]:
+    """What a chunk longer than a piece keeps of all its rows: (always, in a mixture).
+
+    The state, float32. For a mixture what its experts read, in bfloat16; the activations of one expert,
+    which all rows may have chosen; sorted pairs with their weights: ids and places of 4 and 8 bytes, twice,
+    and what sorting takes.
+    """
+    rows = 4 * tokens * spec.hidden
+    moe = spec.moe
+    if moe is None:
+        return rows, 0
+    pairs = moe.num_experts_per_token * (4 * 4 + 3 * 8)
+    return rows, tokens * (2 * spec.hidden + 2 * moe.intermediate + pairs)
 
 
 def expand_nbytes(spec: ModelSpec) -> int:
@@ -143,3 +164,31 @@ def page_scores_nbytes(
     group = max(1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length(), 8)
     rows = max_num_seqs + min(max_num_seqs, 16)
     return rows * spec.num_kv_heads * -(-context // block_tokens) * group * 4
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes of the largest step, of up to ``batch`` tokens and ``seqs`` sequences, by context.
+
+    packed: matrices are expanded for prompts; scored: tokens of a page whose reference vector is multiplied
+    with queries by itself, 0: none
+    """
+
+    spec: ModelSpec
+    batch: int
+    seqs: int
+    packed: bool
+    scored: int
+
+    def __call__(self, context: int) -> int:
+        spec, seqs = self.spec, self.seqs
+        nbytes = gpu_workspace_nbytes(
+            spec, context=context, max_batch_tokens=self.batch, max_num_seqs=seqs
+        )
+        if self.packed:
+            nbytes += expand_nbytes(spec)
+        if self.scored:
+            nbytes += page_scores_nbytes(
+                spec, context=context, block_tokens=self.scored, max_num_seqs=seqs
+            )
+        return nbytes

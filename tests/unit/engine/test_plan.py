@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
-from headrace.engine.plan import SHORT_CHUNK, fetch_share, make_plan, with_rate
+from headrace.engine.plan import fetch_share, make_plan, with_rate
 from headrace.engine.plan_changes import alternatives, changes, faster_ways
 from headrace.engine.plan_hits import expected_hit_rate
 from headrace.engine.plan_memory import (
@@ -19,7 +19,6 @@ from headrace.engine.plan_memory import (
     workspace_nbytes,
 )
 from headrace.engine.resolve_gpu import DEFAULT_MAX_BATCH_TOKENS
-from headrace.experts.building import MAX_CPU_TOKENS
 from headrace.explain.engine_model import engine_model
 from headrace.explain.leaf import EXPERTS_CPU
 from headrace.machine.known import known_machine
@@ -218,7 +217,6 @@ def test_one_memory_has_no_link():
 
 def test_a_chunk_is_the_engines():
     assert CHUNK_TOKENS == DEFAULT_MAX_BATCH_TOKENS
-    assert SHORT_CHUNK == MAX_CPU_TOKENS
     one = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=2048)).speed.ttft_s.expected
     four = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=8192)).speed.ttft_s.expected
     assert four == pytest.approx(4 * one, rel=0.05)  # the experts travel four times
