@@ -6,13 +6,14 @@ Plain Python: rates by name in, records out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.model_spec import ModelSpec
 from headrace.core.weight_shapes import num_parameters
 from headrace.engine.expert_rates import StartingRates, automatic_placement, path_rates
 from headrace.experts.chunk_choice import (
     CANDIDATES,
+    MEAN_PAST,
     ChunkChoice,
     ChunkPrice,
     choose_chunk,
@@ -22,6 +23,8 @@ from headrace.experts.chunk_choice import (
 )
 from headrace.experts.prefill import (
     MAX_CPU_TOKENS,
+    PrefillRates,
+    both_paths_seconds,
     expected_distinct,
     prefill_rates,
     streaming_crossover,
@@ -36,8 +39,6 @@ PRODUCT_SHARE, ATTENTION_SHARE = 0.7, 0.3
 UNPACKING = 0.16
 # Where nobody measured them, GFLOP/s: a small GPU's; and the share of it that float32 is.
 GPU_GFLOPS, VECTOR_SHARE = 20_000.0, 0.5
-# Tokens of past that a prompt's rows see on average: of prompts up to twice as long.
-MEAN_PAST = 8192
 
 
 @dataclass(frozen=True)
@@ -82,22 +83,48 @@ class StreamedModel:
             return None
         return next((s for mode, s in choice.seconds.items() if mode == self.mode), None)
 
+    def chunk_seconds(self, tokens: int, slots_nbytes: int) -> float | None:
+        """A chunk's, streamed or on both paths, whichever is faster."""
+        stream_s, rates = self.stream_seconds(slots_nbytes), self._prompt_rates()
+        if stream_s is None or rates is None:
+            return None
+        chunk_s = max(stream_s, tokens * self.token_seconds())
+        if self.mode == "hybrid":
+            mixture = (*self._mixture(), self._missing_share(slots_nbytes), rates)
+            layers = sum(layer.moe for layer in self.spec.layers)
+            both_s = layers * both_paths_seconds(tokens, MAX_CPU_TOKENS, *mixture)
+            chunk_s = min(chunk_s, both_s)
+        return chunk_s
+
     def tail(self, slots_nbytes: int) -> int:
         """Tokens of a prompt's rest that take less time on both paths than another stream."""
-        moe = self.spec.moe
-        rates = path_rates(self.known, self.layout.format, self.layout.slice_nbytes)
-        assert moe is not None
+        rates = self._prompt_rates()
         if rates is None:
             return 0
-        top_k, experts = moe.num_experts_per_token, moe.num_experts
+        experts, top_k = self._mixture()
         if self.mode == "stream":  # what is routed passes through the ring: less than all
-            half = range(1, MAX_CPU_TOKENS)
-            return sum(expected_distinct(t, experts, top_k) <= experts / 2 for t in half)
-        whole = self.missing(0)
-        share = self.missing(slots_nbytes) / whole if whole else 0.0
-        prompts = prefill_rates(rates, self.layout.num_slices)
-        crossover = streaming_crossover(experts, top_k, share, prompts, MAX_CPU_TOKENS)
+            some = range(1, MAX_CPU_TOKENS)
+            return sum(expected_distinct(t, experts, top_k) <= experts / 2 for t in some)
+        share = self._missing_share(slots_nbytes)
+        crossover = streaming_crossover(experts, top_k, share, rates, MAX_CPU_TOKENS)
         return MAX_CPU_TOKENS if crossover is None else max(crossover - 1, 0)
+
+    def _mixture(self) -> tuple[int, int]:
+        """Experts, and those of a token."""
+        assert self.spec.moe is not None
+        return self.spec.moe.num_experts, self.spec.moe.num_experts_per_token
+
+    def _missing_share(self, slots_nbytes: int) -> float:
+        whole = self.missing(0)
+        return self.missing(slots_nbytes) / whole if whole else 0.0
+
+    def _prompt_rates(self) -> PrefillRates | None:
+        """Streams come by the copy engine, single experts by a kernel."""
+        rates = path_rates(self.known, self.layout.format, self.layout.slice_nbytes)
+        if rates is None:
+            return None
+        stream = self.known.first("pcie_h2d", "pcie_gather") or rates.pcie_gbps
+        return replace(prefill_rates(rates, self.layout.num_slices), stream_gbps=stream)
 
 
 def choose_chunk_tokens(
@@ -112,15 +139,13 @@ def choose_chunk_tokens(
         slots_nbytes: what is left for slots, by the tokens that a step is planned for; workspace: likewise.
         longest: tokens that a prompt can have.
     """
-    token_s = of.token_seconds()
     prices: list[ChunkPrice] = []
     for tokens in CANDIDATES:
         planned = with_slack(tokens)
         left = slots_nbytes(planned)
-        stream_s, decode_s = of.stream_seconds(left), of.decode_seconds(left)
-        if stream_s is None or decode_s is None:
+        chunk_s, decode_s = of.chunk_seconds(tokens, left), of.decode_seconds(left)
+        if chunk_s is None or decode_s is None:
             break
-        chunk_s = max(stream_s, tokens * token_s)
         prices.append(ChunkPrice(tokens, chunk_s, decode_s, workspace(planned)))
         if tokens >= longest:
             break

@@ -1,14 +1,14 @@
 """How long a prompt's chunks are, where experts are streamed for each.
 
 A chunk of T tokens brings every expert that is not resident once, S seconds, while the GPU computes, c
-seconds a token: it takes max(S, c T), and a token of a long prompt max(S / T, c). A longer chunk needs more
+seconds a token: it takes max(S, c T), and a token of a long prompt max(S / T, c). (Beside a slow link both
+paths may be faster, ``experts.prefill``; then that is what a chunk takes.) A longer chunk needs more
 memory, which the slots of the expert cache give up, and so a decoding step takes d(T) seconds, a little
 more with each doubling. Both count, for R tokens of prompts that are computed for each token of an answer:
 
     V(T) = d(T) + R max(S / T, c)
 
-The choice is the shortest chunk whose V is within a few percent of the best one's. All chunks up to S / c
-take the same time, so those who decode meanwhile wait no longer for a longer one: only beyond that a chunk
+A chunk is doubled while V falls and prompts gain a tenth or more. All chunks up to S / c take the same time, so those who decode meanwhile wait no longer for a longer one: only beyond that a chunk
 beside others is kept shorter.
 
 Pure arithmetic: no tensors here.
@@ -25,8 +25,10 @@ CANDIDATES = (2048, 4096, 8192, 16_384)
 # Tokens of prompts for each token of an answer, prefixes that are cached left out: an agent reads some files
 # and tool outputs for each edit. Estimate.
 PROMPT_TOKENS = 8
-# A doubling that gains less of V than this is not worth its memory and the wait of whoever comes next.
-NOTABLE = 0.03
+# Tokens of past that a prompt's rows see on average: of prompts up to twice as long.
+MEAN_PAST = 8192
+# A doubling that takes less than this off a prompt's time is not worth the wait of whoever comes next.
+NOTABLE = 0.1
 # Beside others' decoding a chunk may take so much longer than the shortest streamed one.
 PATIENCE = 1.25
 # Prompts are a little longer than round numbers (templates, a question behind a file): this part of a chunk
@@ -49,7 +51,12 @@ class ChunkPrice:
     @property
     def seconds(self) -> float:
         """V, of the module's description."""
-        return self.decode_s + PROMPT_TOKENS * self.chunk_s / self.tokens
+        return self.decode_s + PROMPT_TOKENS * self.token_s
+
+    @property
+    def token_s(self) -> float:
+        """Of a long prompt."""
+        return self.chunk_s / self.tokens
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,13 @@ class ChunkChoice:
 
 
 def choose_chunk(prices: Sequence[ChunkPrice]) -> ChunkPrice:
-    """The shortest chunk whose V is within ``NOTABLE`` of the best. prices: by rising tokens."""
-    best = min(price.seconds for price in prices)
-    return next(price for price in prices if price.seconds <= (1 + NOTABLE) * best)
+    """The longest chunk that is worth it. prices: by rising tokens."""
+    chosen = prices[0]
+    for price in prices[1:]:
+        notable = price.token_s <= (1 - NOTABLE) * chosen.token_s
+        if notable and price.seconds < chosen.seconds:
+            chosen = price
+    return chosen
 
 
 def tokens_beside(prices: Sequence[ChunkPrice], chosen: ChunkPrice) -> int:
