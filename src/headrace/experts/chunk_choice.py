@@ -8,8 +8,9 @@ more with each doubling. Both count, for R tokens of prompts that are computed f
 
     V(T) = d(T) + R max(S / T, c)
 
-A chunk is doubled while V falls and prompts gain a tenth or more. All chunks up to S / c take the same time, so those who decode meanwhile wait no longer for a longer one: only beyond that a chunk
-beside others is kept shorter.
+A chunk is doubled while V falls and prompts gain a tenth or more. All chunks up to S / c take the same
+time, so those who decode meanwhile wait no longer for a longer one: only beyond that a chunk beside others
+is kept shorter.
 
 Pure arithmetic: no tensors here.
 """

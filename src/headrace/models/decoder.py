@@ -95,12 +95,9 @@ class DecoderLayer:
 
     def _in_pieces(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """A long chunk, in place: all that is as long as the chunk is x and what a mixture needs."""
-        rows: list[slice] = []
-        start = 0
-        for piece in batch.pieces:
-            rows.append(slice(start, start + piece.positions.shape[0]))
-            start = rows[-1].stop
-            own = x[rows[-1]]
+        rows = _rows(batch.pieces)
+        for piece, some in zip(batch.pieces, rows):
+            own = x[some]
             own.copy_(self._attention(self._attention_norm(own), own, piece, cache))
         norm, feed_forward = self._feed_forward_norm, self.feed_forward
         if isinstance(feed_forward, Mixture):
@@ -109,6 +106,16 @@ class DecoderLayer:
         for some in rows:
             x[some] = feed_forward(norm(x[some]), x[some])
         return x
+
+
+def _rows(pieces: Sequence[AttentionBatch]) -> list[slice]:
+    """The rows of each piece in the whole batch."""
+    found: list[slice] = []
+    start = 0
+    for piece in pieces:
+        found.append(slice(start, start + piece.positions.shape[0]))
+        start = found[-1].stop
+    return found
 
 
 class Decoder:
@@ -184,8 +191,8 @@ class Decoder:
             x = layer(x, batch, cache)
         if not batch.pieces:
             return self._final_norm(x)
-        for rows in x.split([piece.positions.shape[0] for piece in batch.pieces]):
-            rows.copy_(self._final_norm(rows))
+        for rows in _rows(batch.pieces):
+            x[rows] = self._final_norm(x[rows])
         return x
 
     @torch.inference_mode()
