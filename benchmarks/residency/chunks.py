@@ -8,10 +8,13 @@ rows in pieces (the engine's way) and all at once; then long prompts by the leng
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.lock import alone
 from benchmarks.residency import decode, decoding, model
 from benchmarks.residency import geometry as geo
 from benchmarks.residency.prefill import BLOCK_TOKENS, Prompts, profile
@@ -56,10 +59,26 @@ def ttft(chunk: Prompts, tokens: int, size: int) -> float:
     return sum(chunk(min(size, tokens - at), at) for at in range(0, tokens, size))
 
 
+def measure(chunk: Prompts, say: Callable[[str, Any], None], layers: int) -> None:
+    for tokens in CHUNKS:
+        say(f"in_pieces_{tokens}", memory_of(chunk, tokens))
+    for tokens in CHUNKS[2:]:
+        say(f"profile_{tokens}", profile(lambda n=tokens: chunk(n), layers))
+    for size in reversed(CHUNKS):
+        for tokens in PROMPTS:
+            say(f"ttft_{tokens}_in_{size}", ttft(chunk, tokens, size))
+    say("difference", difference(chunk, CHUNKS[2]))
+    chunk.piece_rows = AT_ONCE
+    for tokens in CHUNKS:
+        say(f"at_once_{tokens}", memory_of(chunk, tokens))
+    chunk.piece_rows = PIECE_ROWS
+
+
 def main() -> None:
     parser = geo.parser(__doc__)
     decode.add_options(parser)
     parser.add_argument("--pcie-peak", type=float, default=54.7, help="GB/s, for the floor")
+    parser.add_argument("--lock", type=Path, help="a file; for runs beside each other")
     options = parser.parse_args()
     figures = geo.Figures(options=vars(options))
     say = figures.say
@@ -78,20 +97,8 @@ def main() -> None:
         with torch.inference_mode():
             for tokens in (64, *CHUNKS):
                 print("warm-up", tokens, chunk(tokens), flush=True)
-            for tokens in CHUNKS:
-                say(f"in_pieces_{tokens}", memory_of(chunk, tokens))
-            say("difference", difference(chunk, CHUNKS[2]))
-            for size in reversed(CHUNKS[1:]):
-                for tokens in PROMPTS[1:] if size < CHUNKS[-1] else PROMPTS:
-                    say(f"ttft_{tokens}_in_{size}", ttft(chunk, tokens, size))
-            for tokens in CHUNKS[2:]:
-                say(f"profile_{tokens}", profile(lambda n=tokens: chunk(n), options.layers))
-            chunk.piece_rows = AT_ONCE
-            for tokens in CHUNKS:
-                say(f"at_once_{tokens}", memory_of(chunk, tokens))
-            chunk.piece_rows = PIECE_ROWS
-            for tokens in PROMPTS:
-                say(f"ttft_{tokens}_in_{CHUNKS[0]}", ttft(chunk, tokens, CHUNKS[0]))
+            with alone(options.lock):
+                measure(chunk, say, options.layers)
         figures.found["total_s"] = figures.seconds()
     finally:
         if executor.service is not None:

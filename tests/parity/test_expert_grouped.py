@@ -139,6 +139,26 @@ def test_a_long_chunk_is_added_to_what_it_is_made_from(store: HostStore) -> None
     assert torch.equal(*found)
 
 
+def test_both_ways_of_adding_agree_where_experts_have_many_tokens(store: HostStore) -> None:
+    """Expert by expert to the tokens' rows, and to a row of each pair; tiles of 128 tokens on a GPU."""
+    everything = LAYERS * EXPERTS * SLICES
+    paths = _paths(store, everything)
+    paths.fill(list(range(everything)))
+    x, ids, weights = (t.to(DEVICE) for t in _random(5000 if DEVICE.type == "cuda" else 100, 6))
+    work = np.array([(key, key, -1) for key in range(EXPERTS * SLICES)], np.int32)
+    chunk, sums = paths.chunk(ACT), []
+    for out in (None, torch.zeros_like(x)):
+        if out is None:
+            chunk.begin(0, x, ids, weights)
+        else:
+            chunk.begin_into(0, lambda rows: x[rows], ids, weights, out)
+        chunk.stage(work, [3, len(work)])
+        chunk.compute(0)
+        chunk.compute(1)
+        sums.append(chunk.finish())
+    assert (sums[0] - sums[1]).abs().max() < 1e-2 * sums[0].abs().max()
+
+
 def test_a_slice_that_is_not_listed_is_not_added(store: HostStore) -> None:
     paths = _paths(store, 4)
     paths.fill([0, 1, 2, 3])

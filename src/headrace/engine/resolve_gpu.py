@@ -110,6 +110,8 @@ def resolve_on_gpu(
     )
     room = _GpuRoom(spec, KVPool(spec, kv, block_tokens, seqs, batch), block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
+    streams = placed.layout is not None and placed.mode in ("stream", "hybrid")
+    workspace = replace(workspace, streamed=streams)
     chunks = _choose_chunks(config, spec, support, placed, workspace)
     if chunks is not None:
         batch = max(chunks.tokens, seqs)
@@ -187,8 +189,8 @@ def _choose_chunks(
     workspace: Workspace,
 ) -> ChunkChoice | None:
     """How prompts are cut; None where nothing is streamed, or the user says how many tokens a step has."""
-    given, layout = config.max_batch_tokens is not None, placed.layout
-    if given or layout is None or placed.mode not in ("stream", "hybrid"):
+    layout = placed.layout
+    if config.max_batch_tokens is not None or layout is None or not workspace.streamed:
         return None
     context = config.context or min(spec.max_context, USEFUL_CONTEXT)
 

@@ -17,6 +17,7 @@ from headrace.engine.vram_plan import (
     dense_nbytes,
     gpu_workspace_nbytes,
     long_chunk_nbytes,
+    streamed_nbytes,
 )
 from headrace.experts.slab import slab_layout
 from headrace.machine.cgroup import Cgroup
@@ -371,9 +372,12 @@ def test_chunks_are_as_long_as_streaming_makes_worth_it():
     short = choose(gpt_oss(), machine(16 * GIB), known, context=32_768, max_batch_tokens=2048)
     assert short.chunks is None
     assert short.max_batch_tokens == 2048
-    # The state of all rows, float32, beside what 2,048 rows need at a time.
+    # The state of all rows, float32; beside it 2,048 rows in attention, 111,616 bytes each (4 x 2,880 and 2 x
+    # 5,120 numbers of 4 bytes, 4,096 of 6), which are more than a mixture's 11,680 of all rows.
+    long, piece = 18_432 * 11_520 + 2048 * 111_616, 2048 * 111_616
+    assert 2048 * 111_616 > 18_432 * 11_680
     grown = made.vram.workspace_nbytes - short.vram.workspace_nbytes
-    assert grown == 4 * 2880 * 18_432
+    assert grown == pytest.approx(1.4 * (long - piece), abs=2)
     assert made.vram.total_nbytes <= made.vram.budget_nbytes
     assert choose(gpt_oss(), machine(16 * GIB), known, context=4096).max_batch_tokens == 4096 + 512
 
@@ -396,6 +400,14 @@ def test_what_a_long_chunk_keeps_by_hand():
     assert rows == 94_371_840
     assert mixture == 8192 * (5760 + 5760 + 160)
     assert long_chunk_nbytes(smollm2(), 8192) == (8192 * 576 * 4, 0)
+    # Of 2,048 rows of a mixture: 18 x 2,880 bytes; 8,192 pairs' activations (2 bytes); outputs, as float32 of
+    # 33 pairs for each of 128 experts.
+    assert streamed_nbytes(replace(gpt_oss(), num_heads=8), 2048) == (
+        2048 * 18 * 2880 + 2 * 2880 * 8192 + 4 * 2880 * 33 * 128
+    )
+    # The H200 allocated 203, 189, 235 and 392 MB (benchmarks.residency.chunks).
+    for tokens, measured in ((2048, 203e6), (4096, 189e6), (8192, 235e6), (16_384, 392e6)):
+        assert measured < 1.05 * streamed_nbytes(gpt_oss(), tokens) < 1.6 * measured
     base = {"context": 4096, "max_num_seqs": 1}
     one, two = (gpu_workspace_nbytes(smollm2(), max_batch_tokens=n, **base) for n in (2048, 8192))
     assert two - one == 8192 * 576 * 4
