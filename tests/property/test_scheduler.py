@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from headrace.core.request import FinishReason, GenerationRequest, SamplingParams
 from headrace.core.step import SampledToken, StepOutput
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.kv.prefix import PrefixCache
 
 VOCAB = 5  # few tokens, so that random prompts share prefixes

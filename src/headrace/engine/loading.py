@@ -27,7 +27,7 @@ from headrace.engine.expert_runtime import ExpertPlace, supported_formats
 from headrace.engine.kv_choice import KVSupport
 from headrace.engine.parts import EngineParts
 from headrace.engine.resolve import GpuSupport, Resolved, resolve
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.kv.directions import Directions, load_directions
 from headrace.kv.storage import allocate_cache, is_out_of_memory
 from headrace.machine.cuda_device import shared_memory_nbytes, visible_gpus

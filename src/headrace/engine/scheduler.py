@@ -18,63 +18,15 @@ gets a copy first (``StepPlan.block_copies``). That is all there is to sharing a
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 
 from headrace.core.errors import ContextLengthError, InternalError, RequestError
 from headrace.core.request import FinishReason, GenerationRequest
 from headrace.core.step import UNKNOWN, ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.block_tables import BlockTables
+from headrace.engine.scheduler_records import Finished, SchedulerConfig, SchedulerCounters
 from headrace.engine.sequence import Group, Sequence
 from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits, all resolved: see ``engine.resolve``.
-
-    context: tokens a sequence may hold, prompt and answer together
-    max_batch_tokens: tokens per step, at least ``max_num_seqs``
-    beside_tokens: likewise, of steps in which sequences decode; None: the same
-    tail_tokens: a prompt that takes several steps has equally long chunks, or a last one of up to so many
-        tokens (``experts.chunk_choice``); None: chunks as long as possible
-    sealed: blocks are quantised when they are full
-    num_first: blocks that may be the first of a sequence, None for all
-    kv_key: what cached prefixes depend on beside their tokens
-    """
-
-    num_blocks: int
-    block_tokens: int
-    context: int
-    max_batch_tokens: int
-    max_num_seqs: int
-    prefix_cache: bool = True
-    sealed: bool = False
-    num_first: int | None = None
-    kv_key: str = ""
-    beside_tokens: int | None = None
-    tail_tokens: int | None = None
-
-
-@dataclass
-class SchedulerCounters:
-    """Totals since the start; they only grow."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A sequence that ``commit`` ended; ``last`` if no sequence of its request is left."""
-
-    seq_id: int
-    reason: FinishReason
-    last: bool
 
 
 class Scheduler:
