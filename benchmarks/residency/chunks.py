@@ -64,6 +64,10 @@ def measure(chunk: Prompts, say: Callable[[str, Any], None], layers: int) -> Non
         say(f"in_pieces_{tokens}", memory_of(chunk, tokens))
     for tokens in CHUNKS[2:]:
         say(f"profile_{tokens}", profile(lambda n=tokens: chunk(n), layers))
+    for tokens in CHUNKS[2:]:
+        chunk.piece_rows = AT_ONCE
+        say(f"profile_at_once_{tokens}", profile(lambda n=tokens: chunk(n), layers))
+    chunk.piece_rows = PIECE_ROWS
     for size in reversed(CHUNKS):
         for tokens in PROMPTS:
             say(f"ttft_{tokens}_in_{size}", ttft(chunk, tokens, size))
