@@ -141,7 +141,7 @@ def choose_chunk_tokens(
     """
     prices: list[ChunkPrice] = []
     for tokens in CANDIDATES:
-        planned = with_slack(tokens)
+        planned = with_slack(tokens, longest)
         left = slots_nbytes(planned)
         chunk_s, decode_s = of.chunk_seconds(tokens, left), of.decode_seconds(left)
         if chunk_s is None or decode_s is None:
@@ -152,10 +152,10 @@ def choose_chunk_tokens(
     if not prices:
         return None
     chosen = choose_chunk(prices)
-    left = slots_nbytes(with_slack(chosen.tokens))
+    left = slots_nbytes(with_slack(chosen.tokens, longest))
     return ChunkChoice(
-        with_slack(chosen.tokens),
-        with_slack(tokens_beside(prices, chosen)),
+        with_slack(chosen.tokens, longest),
+        with_slack(tokens_beside(prices, chosen), longest),
         of.tail(left),
         reason_of(prices, chosen),
     )

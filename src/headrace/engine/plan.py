@@ -119,7 +119,7 @@ def _with_chunks(
     found: dict[int, Layout] = {}
     prices: list[ChunkPrice] = []
     for tokens in CANDIDATES:
-        made = lay_out(spec, machine, workload, with_slack(tokens))
+        made = lay_out(spec, machine, workload, with_slack(tokens, workload.context))
         if made.mode != layout.mode:
             break
         past = min(MEAN_PAST, max(workload.context - tokens, 0))

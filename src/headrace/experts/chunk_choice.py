@@ -87,9 +87,9 @@ def tokens_beside(prices: Sequence[ChunkPrice], chosen: ChunkPrice) -> int:
     return min(chosen.tokens, max(fast))
 
 
-def with_slack(tokens: int) -> int:
-    """What is planned for chunks of ``tokens``."""
-    return tokens + tokens // SLACK
+def with_slack(tokens: int, longest: int) -> int:
+    """What is planned for chunks of ``tokens``; longest: that a prompt can be."""
+    return min(tokens + tokens // SLACK, max(longest, CANDIDATES[0]))
 
 
 def reason_of(prices: Sequence[ChunkPrice], chosen: ChunkPrice) -> str:

@@ -379,7 +379,7 @@ def test_chunks_are_as_long_as_streaming_makes_worth_it():
     grown = made.vram.workspace_nbytes - short.vram.workspace_nbytes
     assert grown == pytest.approx(1.4 * (long - piece), abs=2)
     assert made.vram.total_nbytes <= made.vram.budget_nbytes
-    assert choose(gpt_oss(), machine(16 * GIB), known, context=4096).max_batch_tokens == 4096 + 512
+    assert choose(gpt_oss(), machine(16 * GIB), known, context=4096).max_batch_tokens == 4096
 
 
 def test_chunks_stay_short_where_the_gpu_or_nobody_binds():

@@ -61,7 +61,9 @@ def test_the_reason_says_what_is_gained_and_what_it_costs() -> None:
     assert "2,000 tok/s in 2,048, 4,000 tok/s in 4,096, 8,000 tok/s in 8,192" in said
     assert "+0.14 GiB" in said  # 6,144 tokens of 24 KiB: 144 MiB
     assert "GiB" not in reason_of(prices, prices[0])
-    assert with_slack(8192) == 9216
+    assert with_slack(8192, 131_072) == 9216
+    assert with_slack(8192, 9000) == 9000
+    assert with_slack(2048, 1000) == 2048
 
 
 @pytest.mark.parametrize(
