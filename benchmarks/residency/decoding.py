@@ -61,6 +61,11 @@ class Later:
             return self.target.with_residual(layer, x, ids, weights, residual)
         return self.target(layer, x, ids, weights).add_(residual)
 
+    def add_to(
+        self, layer: int, x: Any, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.target.add_to(layer, x, ids, weights, out)
+
     def foresee(self, layer: int, x: torch.Tensor, router: Any, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
