@@ -114,6 +114,8 @@ class AttentionBatch:
     valid: bool [T], False for rows that pad a captured batch: their keys go to a block of nobody's,
         and no expert is computed for them. None: every row counts.
     open: where the rows of pages that are not full lie, for caches whose pages are sealed
+    pieces: of a long batch, its rows in parts whose keys are appended and attended one after the other, so
+        that what attention needs for each row is short-lived; empty: all rows at once
     """
 
     query_start: torch.Tensor
@@ -124,6 +126,7 @@ class AttentionBatch:
     decode: bool
     valid: torch.Tensor | None = None
     open: OpenBatch | None = None
+    pieces: tuple[AttentionBatch, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,27 @@ def test_nobody_runs_ahead_into_a_block_that_would_have_to_be_taken():
         assert found[(name, 0)].token_ids == answer(toy_engine(), prompt, max_tokens=12).token_ids
 
 
+def test_steps_run_ahead_while_somebody_waits_for_room():
+    """Of four blocks a has three and one stays free for it: b's two are there once a has ended."""
+    engine, _ = late_engine(num_blocks=4, block_tokens=4, max_num_seqs=2, prefix_cache=False)
+    requests = [
+        make_request("a", range(9), max_tokens=4),
+        make_request("b", range(5), max_tokens=4),
+    ]
+    found = started(engine, requests[0], tokens=1)
+    engine.submit(requests[1])
+    flying = []
+    while ("b", 0) not in found:
+        assert engine.has_work()
+        found.take(engine.step())
+        flying.append((engine.snapshot().waiting, len(engine._flights)))
+    # The plan after b came finds no room; two more follow ahead of it, up to a's last token.
+    assert flying[:3] == [(1, 1), (1, 1), (1, 0)]
+    drain(engine, found)
+    for name, prompt in (("a", range(9)), ("b", range(5))):
+        assert found[(name, 0)].token_ids == answer(toy_engine(), prompt, max_tokens=4).token_ids
+
+
 class Broken(ToyDecoder):
     """Gives NaN for the row of one token."""
 
