@@ -295,11 +295,12 @@ CHOICE = {
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_choice_of_tokens_compiles(capability: int):
     chunks = {"CHUNK": 2048, "CHUNKS": 128, "PDL": capability >= 90}
-    weights = {**chunks, "UNITS": 2.0**44, "ROOM": 4096}
+    weights = {**chunks, "UNITS": 2.0**44, "ROOM": 2048}
+    narrow = {**weights, "LANES": 256}
     kernels = [
         ("sample_best:best_kernel", chunks, 4),
-        ("sample_narrow:narrow_kernel", {**weights, "FIRST": True}, 8),
-        ("sample_narrow:narrow_kernel", {**weights, "FIRST": False}, 8),
+        ("sample_narrow:narrow_kernel", {**narrow, "FIRST": True}, 8),
+        ("sample_narrow:narrow_kernel", {**narrow, "FIRST": False}, 8),
         ("sample_finish:finish_kernel", weights, 8),
     ]
     specs = [
@@ -309,4 +310,4 @@ def test_the_choice_of_tokens_compiles(capability: int):
     ]  # fmt: skip
     results = cross_compile(specs, capability)
     assert not [r for r in results if "error" in r]
-    assert all(r["spills"] <= 16 and r["registers"] <= 168 for r in results), results
+    assert all(r["spills"] <= 16 and r["registers"] <= 192 for r in results), results
