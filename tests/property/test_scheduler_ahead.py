@@ -10,7 +10,10 @@ from hypothesis import given, settings
 
 from headrace.core.request import FinishReason, GenerationRequest, SamplingParams
 from headrace.core.step import UNKNOWN, StepOutput
+from headrace.engine.block_tables import BlockTables
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Group, Sequence
+from headrace.kv.prefix import CacheSpace, PrefixCache
 from tests.property.test_scheduler import FakeMachine, configs, expected_tokens
 
 STOP = 4  # of the tokens 0 to 4: ends a sequence of a request that stops
@@ -110,3 +113,21 @@ def test_plans_made_ahead_never_change_a_token_nor_lose_a_block(data, config):
                 assert request.request_id in cancels.values()
                 assert tokens[key] == expected[: len(tokens[key])]
     assert counters.generation_tokens == sum(map(len, tokens.values()))
+
+
+def test_blocks_for_the_position_after_next_are_all_there_or_none_is_taken():
+    """Two sequences in blocks of two tokens, each computing the second of its first block; three blocks."""
+    prefix = PrefixCache(2)
+    tables = BlockTables(3, prefix, use_cache=False)
+    group = Group(GenerationRequest("r", (1, 2), SamplingParams()), CacheSpace())
+    first, second = (Sequence(i, group, 0, [1, 2], 9) for i in range(2))
+    for seq in (first, second):
+        assert tables.extend(seq, 2, [])
+        seq.num_computed = 1
+    assert not tables.extend_ahead([first, second])  # one block is left for two
+    assert (len(first.blocks), len(second.blocks)) == (1, 1)
+    assert tables.extend_ahead([second])
+    assert (len(second.blocks), tables.pool.num_available) == (2, 0)
+    assert tables.extend_ahead([second])  # it is there already
+    tables.pool.share(second.blocks[1:])
+    assert not tables.extend_ahead([second])  # somebody else reads it now
