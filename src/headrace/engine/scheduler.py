@@ -25,6 +25,7 @@ from headrace.core.step import UNKNOWN, ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.block_tables import BlockTables
 from headrace.engine.scheduler_records import Finished, SchedulerConfig, SchedulerCounters
 from headrace.engine.sequence import Group, Sequence
+from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
 
 __all__ = ["Finished", "Scheduler", "SchedulerConfig", "SchedulerCounters"]
@@ -152,9 +153,10 @@ class Scheduler:
         for seq in [s for s in self._running.values() if s.num_remaining == 1]:
             if seq.seq_id in self._running and self._make_room(seq, 1, copies):
                 chunks.append(self._chunk(seq, 1))
-        budget = self.config.max_batch_tokens - len(chunks)
+        beside = self.config.beside_tokens if chunks else None
+        budget = max((beside or self.config.max_batch_tokens) - len(chunks), 0)
         for seq in [s for s in self._running.values() if s.num_remaining > 1]:
-            count = min(budget, seq.num_remaining)
+            count = self._count(seq, budget, chunks)
             if count and seq.seq_id in self._running and self._make_room(seq, count, copies):
                 chunks.append(self._chunk(seq, count))
                 budget -= count
@@ -302,7 +304,7 @@ class Scheduler:
                 return
             del self._waiting[position]
             self._run(seq)
-            count = min(budget, seq.num_remaining)
+            count = self._count(seq, budget, chunks)
             chunks.append(self._chunk(seq, count))
             budget -= count
 
@@ -372,6 +374,13 @@ class Scheduler:
             seq.group.cached_tokens = seq.num_computed
             self.counters.prefix_query_tokens += seq.group.num_prompt
             self.counters.prefix_hit_tokens += seq.num_computed
+
+    def _count(self, seq: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
+        """Tokens of a prompt's next chunk; the prompts behind the first of a step fill what it leaves."""
+        tail = self.config.tail_tokens
+        if tail is None or not budget or any(len(chunk.token_ids) > 1 for chunk in chunks):
+            return min(budget, seq.num_remaining)
+        return next_chunk(seq.num_remaining, budget, tail)
 
     # ---- ends -----------------------------------------------------------------------------------
 

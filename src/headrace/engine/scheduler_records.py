@@ -13,6 +13,9 @@ class SchedulerConfig:
 
     context: tokens a sequence may hold, prompt and answer together
     max_batch_tokens: tokens per step, at least ``max_num_seqs``
+    beside_tokens: likewise, of steps in which sequences decode; None: the same
+    tail_tokens: a prompt that takes several steps has equally long chunks, or a last one of up to so many
+        tokens (``experts.chunk_choice``); None: chunks as long as possible
     sealed: blocks are quantised when they are full
     num_first: blocks that may be the first of a sequence, None for all
     kv_key: what cached prefixes depend on beside their tokens
@@ -27,6 +30,8 @@ class SchedulerConfig:
     sealed: bool = False
     num_first: int | None = None
     kv_key: str = ""
+    beside_tokens: int | None = None
+    tail_tokens: int | None = None
 
 
 @dataclass

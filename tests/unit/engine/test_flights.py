@@ -140,8 +140,29 @@ def test_the_last_word_of_a_cancelled_request_waits_for_no_step():
     assert not engine.has_work()
 
 
+def test_sampled_tokens_are_run_ahead_of_and_are_the_hosts():
+    engine, _ = late_engine()
+    requests = [
+        make_request("greedy", PROMPT, max_tokens=12),
+        make_request("drawn", [70], max_tokens=9, temperature=1.0, seed=3),
+        make_request("cut", [71, 72], max_tokens=7, temperature=0.8, top_k=9, top_p=0.9, seed=4),
+    ]
+    for request in requests:
+        engine.submit(request)
+    found, ahead = Collected(), 0
+    while engine.has_work():
+        found.take(engine.step())
+        ahead += bool(engine._flights)
+    assert ahead >= 6  # those behind which nobody ends by length
+    for request in requests:
+        alone = toy_engine()
+        alone.submit(request)
+        expected = drain(alone)[(request.request_id, 0)].token_ids
+        assert found[(request.request_id, 0)].token_ids == expected
+
+
 @pytest.mark.parametrize(
-    "params", [{"temperature": 1.0, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.2}]
+    "params", [{"temperature": 1e-4, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.2}]
 )
 def test_what_the_host_chooses_is_not_run_ahead_of(params):
     engine, _ = late_engine()
