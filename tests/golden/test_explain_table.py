@@ -112,7 +112,7 @@ def test_rough_rates_are_called_rough():
 
 
 def test_every_smaller_cache_is_a_lever():
-    """Heads of 64: E4M3 is a byte; NVFP4 keys half a byte and a scale a 16th, values E4M3: 100 bytes of 128."""
+    """Heads of 64: a byte in E4M3; NVFP4 keys: half a byte and a 16th of a scale: (32 + 4 + 64) / 128."""
     spec = replace(dense_model().spec, head_dim=64)
     assert kv_choices(spec) == {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4k-fp8v": 0.78125}
     # Groups of 16 channels do not divide heads of 4.
