@@ -82,8 +82,8 @@ def _note_busy() -> None:
     busy = psutil.cpu_percent(interval=_LOOK_S)
     if busy > _BUSY_PERCENT:
         note(
-            f"other programs keep {busy:.0f}% of the CPUs busy: rates will come out too low; measure again on "
-            "an idle machine"
+            f"other programs keep {busy:.0f}% of the CPUs busy: rates will come out too low; measure again "
+            "on an idle machine"
         )
 
 
