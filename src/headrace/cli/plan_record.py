@@ -44,6 +44,7 @@ def record(
         "layout": {"used": layout.used, "capacity": layout.capacity},
         "slots": layout.slots,
         "resident": layout.resident,
+        "chunk_tokens": layout.chunk,
         "speed": _speed(plan),
         "replayed": None if replayed is None else _replayed(replayed, recorded),
         "changes": [
