@@ -345,7 +345,7 @@ def test_small_sizes_are_not_called_a_tenth_of_a_gigabyte(tmp_path, capsys):
     gpu = known_machine("rtx-4090").gpu
     assert gpu is not None
     box = tmp_path / "box.json"
-    small = replace(gpu, memory_nbytes=760 * 10**6)  # 10 MB beside the reserve
+    small = replace(gpu, memory_nbytes=768 * 2**20 + 10**7)  # 10 MB beside the reserve
     replace(known_machine("rtx-4090"), gpu=small).save(box)
     text = said(capsys, "tiny", "--machine", str(box), "--context", "64")
     (line,) = [line for line in text.splitlines() if line.startswith("faster")]
