@@ -213,7 +213,16 @@ def test_b109_an_8_bit_cache_needs_no_scales_of_the_checkpoint(load):
 
 
 def test_calibrated_directions_are_found_by_the_weights_and_used(load, caplog, tmp_path):
-    done = calibrate("tiny", min_tokens=64, max_tokens=128)
+    told: dict[str, list[float]] = {}
+    done = calibrate(
+        "tiny",
+        min_tokens=64,
+        max_tokens=128,
+        progress=lambda stage, share: told.setdefault(stage, []).append(share),
+    )
+    assert told["measuring queries"][-1] == 1.0
+    # one for each of the eight layers
+    assert told["placing the text over the context"] == [n / 8 for n in range(1, 9)]
     assert done.path.is_relative_to(data_dir({"XDG_DATA_HOME": str(tmp_path)}))
     assert done.num_tokens == 128
     assert 4 / 32 < done.energy <= 1
