@@ -349,6 +349,27 @@ def test_the_past_that_prefill_lays_out_is_counted(context: int, laid_out: int) 
     assert enough - few - (few - fewer) == pytest.approx(laid_out, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("system", "wsl", "then"),
+    [
+        ("Linux", False, "they fail, or this one does"),
+        ("Linux", True, "the driver moves some of ours to host memory, without an error"),
+        ("Windows 11", False, "the driver moves some of ours to host memory, without an error"),
+    ],
+)
+def test_b123_little_gpu_memory_left_is_a_warning_with_the_headroom(system, wsl, then):
+    """All of 8 GiB given away: a twentieth, 429 MB, is what is left to others when nothing is said."""
+    box = replace(machine(8 * GIB), system=system, wsl=wsl)
+    tight = choose(gpt_oss(), box, vram_budget_nbytes=8 * GIB, context=8192)
+    assert tight.vram is not None
+    spare = 8 * GIB - tight.vram.total_nbytes
+    assert spare < 8 * GIB // 40
+    (said,) = [w for w in tight.warnings if "little GPU memory" in w]
+    assert f"{spare / 1e6:,.0f} MB of 8,590 MB that were free" in said
+    assert then in said
+    assert not any("little GPU memory" in w for w in choose(gpt_oss(), box, context=8192).warnings)
+
+
 def _rates(**values):
     return replace(
         READY, known=StartingRates({k: Rate(v, "", "alone", "") for k, v in values.items()})
