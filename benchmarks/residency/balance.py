@@ -96,13 +96,20 @@ def summary(layers: dict[str, Any]) -> dict[str, Any]:
     late = (begun + a["cpu"] - ready)[both]
     per_slice = np.polyfit(a["computed"][both], a["cpu"][both], 1)
     fetch = np.polyfit(a["fetched"][both], a["gather"][both], 1)
+
+    def rounded(values: Any) -> list[float]:
+        return [round(float(v), 2) for v in values]
+
+    def off(line: Any, count: str, took: str) -> float:
+        return round(float((a[took][both] - np.polyval(line, a[count][both])).std()), 1)
+
     return {
         "layers": int(both.sum()),
-        "late": [round(float(v), 1) for v in (late.mean(), late.std(), *np.percentile(late, [10, 50, 90]))],
-        "cpu_us_slice_and_fixed": [round(float(v), 2) for v in per_slice],
-        "cpu_off_line_std": round(float((a["cpu"][both] - np.polyval(per_slice, a["computed"][both])).std()), 1),
-        "gather_us_slice_and_fixed": [round(float(v), 2) for v in fetch],
-        "gather_off_line_std": round(float((a["gather"][both] - np.polyval(fetch, a["fetched"][both])).std()), 1),
+        "late": rounded((late.mean(), late.std(), *np.percentile(late, [10, 50, 90]))),
+        "cpu_us_slice_and_fixed": rounded(per_slice),
+        "cpu_off_line_std": off(per_slice, "computed", "cpu"),
+        "gather_us_slice_and_fixed": rounded(fetch),
+        "gather_off_line_std": off(fetch, "fetched", "gather"),
         "from_plan_to_request": round(float(begun), 1),
         "mean": {name: round(float(v[both].mean()), 2) for name, v in a.items()},
     }  # fmt: skip
@@ -171,8 +178,8 @@ def seen_by_itself(say: Any, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """slices: of an expert; prefetch: slices sent before a plan; most: fetches that the CPU may take; off: what
-    is not used of the rest."""
+    """slices: of an expert; prefetch: slices sent before a plan; most: fetches that the CPU may take; off:
+    what is not used of the rest."""
 
     slices: int
     prefetch: int

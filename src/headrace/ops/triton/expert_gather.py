@@ -155,7 +155,7 @@ def expert_gather(
     if (tl.program_id(0) == 0) & (total > 0):
         spent = totals + TOTAL_FETCH_NS
         tl.store(spent, tl.load(spent) + clock_ns() - start)
-    if OPEN > 0:
+    if OPEN > 0:  # noqa: SIM102 (one is known when the kernel is compiled)
         if (tl.program_id(0) == 0) & (first_open < wanted):
             settle_open(
                 block, state, counts, totals, fetches, slot_of, owner_of, on_gpu, layer, seq, wanted,
