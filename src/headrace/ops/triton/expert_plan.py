@@ -383,25 +383,26 @@ def _admit(
 
     The order by turn is never made: fetches fall in value, apart from the ``num_foreseen`` first, and
     victims rise in worth, so all is over at the first refusal after those, and a victim is the smallest
-    of WINDOW numbers in registers: two reductions and 48 instructions for each admission, of which a
-    layer has three or four. Ranking 160 victims by comparison would be 65,536 of them each time, more
+    of WINDOW numbers in registers, worth and place in one: one reduction for each admission, of which a
+    layer has four or five. Ranking 160 victims by comparison would be 65,536 of them each time, more
     than the rest of the kernel.
     """
     n = tl.arange(0, WP)
     inside = n < found
     bits = tl.load(scratch + n, mask=inside, other=INFINITY)
+    key = (bits.to(tl.int64) << 32) | n.to(tl.int64)  # the earlier in the ranking among equals
+    gone = (tl.zeros([WP], tl.int64) + INFINITY) << 32
     given = tl.full([WP], -1, tl.int32)  # which fetch gets this victim's slot
     f = first + 0
     taken = first + 0
     going = (f < wanted).to(tl.int32)
     while going != 0:
         offer = tl.load(scratch + 2 * WINDOW + f)
-        lowest = tl.min(bits, 0)
-        place = tl.min(tl.where(bits == lowest, n, WP), 0)  # the earlier in the ranking
-        beats = (offer > lowest).to(tl.int32)
-        mine = (n == place) & (beats != 0)
+        least = tl.min(key, 0)
+        beats = (offer > (least >> 32).to(tl.int32)).to(tl.int32)
+        mine = (key == least) & (beats != 0)
         given = tl.where(mine, f, given)
-        bits = tl.where(mine, INFINITY, bits)
+        key = tl.where(mine, gone, key)
         taken += beats
         going = beats | (f < num_foreseen).to(tl.int32)
         f += going
