@@ -156,7 +156,8 @@ def expert_gather(
         spent = totals + TOTAL_FETCH_NS
         tl.store(spent, tl.load(spent) + clock_ns() - start)
     if OPEN > 0:  # noqa: SIM102 (one is known when the kernel is compiled)
-        if (tl.program_id(0) == 0) & (first_open < wanted):
+        # The last one mostly has a chunk less than the first: nobody waits for what it reads then.
+        if (tl.program_id(0) == GATHERING - 1) & (first_open < wanted):
             settle_open(
                 block, state, counts, totals, fetches, slot_of, owner_of, on_gpu, layer, seq, wanted,
                 AT_TAKEN, AT_ABORT, SPINS, E, S, SLOTS, OPEN, OPEN_POWER, THREADS,

@@ -4,7 +4,7 @@ The plan gives the CPU less than its share and leaves the last fetches *open*: t
 too (``experts.request_block``), and the CPU takes them, from the last one back, as long as it would be done
 before PCIe is. So both end together whatever their rates are in this layer. Only the CPU decides, and what it
 has taken it never gives back: a slice that the gather has copied nevertheless is not computed here. Once the
-CPU has closed the choice, the gather's first program writes it down for the kernels that follow.
+CPU has closed the choice, one program of the gather writes it down for the kernels that follow.
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
