@@ -22,7 +22,14 @@ import torch
 from benchmarks.residency import decode, model
 from benchmarks.residency import geometry as geo
 from benchmarks.residency.cpu_log import rounds_of
-from benchmarks.residency.decoding import Later, measured, run_tokens, settled_rates
+from benchmarks.residency.decoding import (
+    Later,
+    check,
+    measured,
+    run_tokens,
+    settled_rates,
+    wrong_slots,
+)
 from benchmarks.residency.timeline import MARKS, Stamped, intervals
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts.executor import HybridExecutor
@@ -158,7 +165,7 @@ def main() -> None:
                     options, device, stores[way.slices], nbytes, way, tokens, later, capture, say
                 )
             )
-    say("in_turn", in_turn(made, tokens))
+    in_turn(made, tokens, say)
     for variant in made:
         with seen_by_itself(say, variant.name):
             each[variant.name] = variant.look(tokens[:TOKENS], later, capture, say)
@@ -245,6 +252,8 @@ class Variant:
         say(f"{self.name}: timeline", found["timeline"])
         say(f"{self.name}: balance", summary(found["layers"]))
         say(f"{self.name}: rounds", rounds_of(log, tuple(range(self.options.threads))))
+        errors = [check(executor, store, layer) for layer in (0, 5)]
+        say(f"{self.name}: wrong_slots, errors", [wrong_slots(executor, store), *errors])
         self.rest()
         return found["layers"]
 
@@ -257,7 +266,7 @@ def switch_off(executor: HybridExecutor, off: tuple[str, ...]) -> None:
     executor.publishes = "publish" not in off
 
 
-def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict[str, list[float]]:
+def in_turn(variants: list[Variant], tokens: list[int], say: Any, rounds: int = 5) -> None:
     """Tokens a second of each, one after the other: the machine's rates drift."""
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for _ in range(rounds):
@@ -267,7 +276,7 @@ def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict
             speed = run_tokens(variant.graphs, tokens[:48], variant.executor)["tok_s"]
             found[variant.name].append(round(speed, 2))
             variant.rest()
-    return found
+        say("in_turn", found)
 
 
 if __name__ == "__main__":
