@@ -61,6 +61,11 @@ class Later:
             return self.target.with_residual(layer, x, ids, weights, residual)
         return self.target(layer, x, ids, weights).add_(residual)
 
+    def add_to(
+        self, layer: int, x: Any, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.target.add_to(layer, x, ids, weights, out)
+
     def foresee(self, layer: int, x: torch.Tensor, router: Any, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
@@ -105,7 +110,7 @@ def run_tokens(
             launch(at)
         if ahead and at + 1 < len(tokens):
             launch(at + 1)
-        graphs.best()
+        graphs.picked()
         answered = time.perf_counter()
         if executor is not None:
             executor.step_ended()
@@ -248,7 +253,7 @@ def settled_rates(
         if given is not None:
             given.advance()
         live.step_begins(1)
-        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).best.cpu()
+        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).picked.cpu()
         live.step_ended()
     assert live.tracker is not None
     found = live.tracker.rates

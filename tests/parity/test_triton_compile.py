@@ -109,7 +109,7 @@ SPECS = [
         {"SLICE_NBYTES": 921600, "AT_CODES": 0, "AT_SCALES": 0, "AT_FACTORS": 0, "AT_BIAS": 0,
          "CODE_STRIDE": 1152, "SCALE_STRIDE": 1152, "FORMAT": "q4_k", "FACTORS": 0,
          "HAS_BIAS": False, "HIDDEN": 2048, "WIDTH": 256, "S": 3, "CLAMPED": False, "ALPHA": 1.702,
-         "LIMIT": 7.0, "ROWS": 64, "TOKENS": 128, "COLS": 64},
+         "LIMIT": 7.0, "ALONE": True, "ROWS": 64, "TOKENS": 128, "COLS": 64},
         warps=8, stages=2, arena="*u8", work="*i32", bounds="*i32", order="*i64", x="*bf16",
         h="*bf16", top_k="i32",
     ),
@@ -188,11 +188,12 @@ SPECS = [
         spec(
             "expert_grouped",
             name,
-            {**GROUPED, **extra, "ROWS": tile[0], "TOKENS": tile[1], "COLS": tile[2]},
+            {**GROUPED, **extra, "ALONE": alone, "ROWS": tile[0], "TOKENS": tile[1], "COLS": tile[2]},
             warps=tile[3], stages=tile[4], arena="*u8", work="*i32", bounds="*i32", order="*i64",
-            x="*bf16", h="*bf16", y="*bf16", top_k="i32",
+            x="*bf16", h="*bf16", y="*fp32" if alone else "*bf16", top_k="i32",
         )
         for name, extra in (("grouped_gate_up", GATE), ("grouped_down", {}))
+        for alone in (False, True)
         for tile in ((64, 16, 64, 4, 3), (64, 64, 32, 4, 4), (64, 128, 32, 4, 3))
     ),
     spec(

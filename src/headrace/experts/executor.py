@@ -20,6 +20,7 @@ import torch
 
 from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
 from headrace.experts.cache_policy import value_constants
+from headrace.experts.chunk import Rows
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
@@ -213,6 +214,15 @@ class HybridExecutor:
             paths.fetched(x)
         paths.await_cpu()
         return paths.combine(tokens, None if residual is None else residual.contiguous())
+
+    def add_to(
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See ``layers.moe.LongChunks``."""
+        if ids.shape[0] > self.shape.max_tokens and isinstance(self._prefill, StreamPrefill):
+            self._prefill.add_to(layer, x, ids, weights, out)
+        else:
+            out += self(layer, x(slice(0, ids.shape[0])), ids, weights)
 
     def foresee(
         self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None

@@ -31,6 +31,19 @@ class MixtureExecutor(Protocol):
 
 
 @runtime_checkable
+class LongChunks(Protocol):
+    """An executor that needs little memory for a long chunk."""
+
+    def add_to(
+        self, layer: int, x: Callable[[slice], torch.Tensor], ids: torch.Tensor,
+        weights: torch.Tensor, out: torch.Tensor, /,
+    ) -> None:  # fmt: skip
+        """Add the mixture's sum to ``out``, float32 [T, D]. x: makes rows of its input, float32 [n, D],
+        from rows of ``out`` as they are before."""
+        ...
+
+
+@runtime_checkable
 class Foresight(Protocol):
     """An executor that can use a layer's attention to bring experts, of a decoding step."""
 
@@ -103,6 +116,7 @@ class Mixture:
         "_foresight",
         "_index",
         "_layer",
+        "_long",
         "_router",
         "on_computed",
         "on_routing",
@@ -114,6 +128,7 @@ class Mixture:
         self._router = router
         self._experts = experts
         self._foresight = experts if isinstance(experts, Foresight) else None
+        self._long = experts if isinstance(experts, LongChunks) else None
         self.on_routing: RoutingObserver | None = None
         self.on_computed: Callable[[], None] | None = None  # once all of it is launched
 
@@ -161,3 +176,23 @@ class Mixture:
         if self.on_computed is not None:
             self.on_computed()
         return out
+
+    def add_to(self, residual: torch.Tensor, norm: Norm, pieces: Sequence[slice]) -> None:
+        """``residual += mixture(norm(residual))`` of a long chunk, float32 [T, D].
+
+        pieces: rows whose normalised form may exist at a time.
+        """
+        routed = [self._router(norm(residual[rows])) for rows in pieces]
+        ids, weights = (torch.cat(one) for one in zip(*routed))
+        if self.on_routing is not None:
+            self.on_routing(self._layer, ids)
+        if self._long is not None:
+            self._long.add_to(
+                self._index, lambda rows: norm(residual[rows]), ids, weights, residual
+            )
+        else:
+            for rows in pieces:
+                x = norm(residual[rows])
+                residual[rows] += self._experts(self._index, x, ids[rows], weights[rows])
+        if self.on_computed is not None:
+            self.on_computed()
