@@ -165,6 +165,8 @@ def main() -> None:
                     options, device, stores[way.slices], nbytes, way, tokens, later, capture, say
                 )
             )
+    for variant in made:
+        variant.settle(tokens[:TOKENS], say)
     in_turn(made, tokens, say)
     for variant in made:
         with seen_by_itself(say, variant.name):
@@ -200,8 +202,8 @@ class Way:
 
 
 class Variant:
-    """One executor and its graphs; rates settled as the engine settles them, then fixed. Its CPU service runs
-    only while it is looked at: services share the CPUs."""
+    """One executor and its graphs; rates settled as the engine settles them, then fixed. Its CPU service
+    runs only while it is looked at: services share the CPUs."""
 
     def __init__(
         self, options: Any, device: CudaDevice, store: Any, nbytes: int, way: Way,
@@ -220,8 +222,12 @@ class Variant:
         self.executor.step_begins(1)
         self.graphs = capture()
         run_tokens(self.graphs, tokens[:16], self.executor)
-        rates = decode.rates_of(options, store.layout.slice_nbytes)
-        found = settled_rates(self.graphs, tokens[:TOKENS], self.executor, rates, None)
+        self.rest()
+
+    def settle(self, tokens: list[int], say: Any) -> None:
+        self.wake()
+        rates = decode.rates_of(self.options, self.executor.store.layout.slice_nbytes)
+        found = settled_rates(self.graphs, tokens, self.executor, rates, None)
         say(f"{self.name}: settled", found)
         self.rest()
 
