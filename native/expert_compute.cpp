@@ -109,7 +109,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
   items_.clear();
   total_cost_ = 0;
   const TileKernels* tiles = tiles_ != nullptr && r.tokens >= tile_use_.tokens ? kernels_->tiles : nullptr;
-  if (tiles != nullptr) tiles_->begin(*tiles);
+  if (tiles != nullptr) tiles_->begin(*tiles, layout_.format, layout_.down_format);
   tiled_ = false;
   all_tiled_ = true;
   int64_t row = 0;
@@ -118,7 +118,7 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
     TiledItem tiled;
-    if (tiles != nullptr && item[3] >= tile_use_.pairs) tiled = tiles_->add(item[2], item[3]);
+    if (tiles != nullptr && item[3] >= least_tiled(item[3])) tiled = tiles_->add(item[2], item[3]);
     tiled_ |= tiled.used;
     all_tiled_ &= tiled.used;
     const int64_t cost = tiled.used ? kReadCost + item[3] / kTiledCost : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
@@ -132,6 +132,12 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
       done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   return ExpertFault::none;
+}
+
+// Pairs from which on an item of so many uses tiles.
+int64_t ExpertCompute::least_tiled(int64_t pairs) const {
+  const bool narrow = tiles_->narrow(layout_.format, pairs) && tiles_->narrow(layout_.down_format, pairs);
+  return narrow ? tile_use_.narrow_pairs : tile_use_.pairs;
 }
 
 // Who begins with what. Tiles first in the first phase, then blocks of terms.
@@ -204,6 +210,11 @@ void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const I
   float* to[kStripTokens];
   for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
   if (item.tiled.used) {
+    if (tiles_->narrow(m.format, item.pairs)) {
+      const uint8_t* next = ahead.rows > rows ? m.data + (row0 + rows) * m.row_nbytes : ahead.next;
+      tiles_->multiply_narrow(m, row0, rows, item.tiled, gate_up, pairs, to, next);
+      return;
+    }
     if (pair0 == 0) tiles_->expand(m, row0, rows, worker, place);
     tiles_->multiply(m, rows, item.tiled, gate_up, pair0, pairs, to, worker, place);
     return;

@@ -6,12 +6,14 @@ ExpertTiles::ExpertTiles(int64_t hidden, int64_t width, int threads)
     : hidden_(hidden), width_(width),
       scratch_words_(kTiledRows * tile_steps(std::max(hidden, width)) * kStep * kTileTerms),
       scratch_(2 * threads * scratch_words_) {
-  inputs_.words_each = token_block_words(hidden);
-  between_.words_each = token_block_words(width);
+  inputs_.words_each = token_block_words(narrow_steps(hidden) * kStep);
+  between_.words_each = token_block_words(narrow_steps(width) * kStep);
 }
 
-void ExpertTiles::begin(const TileKernels& tiles) {
+void ExpertTiles::begin(const TileKernels& tiles, Format first, Format second) {
   tiles_ = &tiles;
+  first_ = first;
+  second_ = second;
   ranges_.clear();
   inputs_.count = between_.count = 0;
 }
@@ -47,7 +49,8 @@ void ExpertTiles::pack_inputs(const float* x, const int32_t* pair_token, int64_t
       const int64_t n = std::min(kTile, r.pairs - pair), run = std::min(steps - step, end - at);
       const float* rows[kTile];
       for (int64_t j = 0; j < n; ++j) rows[j] = x + pair_token[r.first + pair + j] * hidden_;
-      tiles_->pack(rows, n, hidden_, step, run, inputs_.block(b));
+      if (!narrow(first_, r.pairs)) tiles_->pack(rows, n, hidden_, step, run, inputs_.block(b));
+      else for (int64_t s = step; s < step + run; ++s) tiles_->pack_narrow(rows, n, hidden_, first_, s, inputs_.block(b));
       at += run;
     }
   }
@@ -58,7 +61,9 @@ void ExpertTiles::pack_between(const TiledItem& item, int64_t pairs, int64_t ste
     const int64_t n = std::min(kTile, pairs - j);
     const float* from[kTile];
     for (int64_t i = 0; i < n; ++i) from[i] = rows + (j + i) * width_;
-    tiles_->pack(from, n, width_, step, 1, between_.block(item.between + j / kTile));
+    uint16_t* to = between_.block(item.between + j / kTile);
+    if (narrow(second_, pairs)) tiles_->pack_narrow(from, n, width_, second_, step, to);
+    else tiles_->pack(from, n, width_, step, 1, to);
   }
 }
 
@@ -66,11 +71,15 @@ void ExpertTiles::expand(const Matrix& m, int64_t row0, int64_t rows, int worker
   tiles_->expand(m, row0, rows, scratch(worker, place));
 }
 
+void ExpertTiles::multiply_narrow(const Matrix& m, int64_t row0, int64_t rows, const TiledItem& item, bool gate_up,
+                                  int64_t pairs, float* const* out, const uint8_t* next) const {
+  tiles_->multiply_narrow({&m, row0, rows, blocks_of(item, gate_up, 0), pairs, out, next});
+}
+
 void ExpertTiles::multiply(const Matrix& m, int64_t rows, const TiledItem& item, bool gate_up, int64_t pair0, int64_t pairs,
                            float* const* out, int worker, int place) const {
-  const auto block = static_cast<size_t>((gate_up ? item.input : item.between) + pair0 / kTile);
-  tiles_->multiply({scratch(worker, place), weight_terms(m.format), rows, tile_steps(m.cols),
-                    &(gate_up ? inputs_ : between_).at[block], pairs, out});
+  tiles_->multiply({scratch(worker, place), weight_terms(m.format), rows, tile_steps(m.cols), blocks_of(item, gate_up, pair0),
+                    pairs, out});
 }
 
 }  // namespace headrace

@@ -13,11 +13,12 @@ struct TiledItem {
   int64_t input = 0, between = 0;
 };
 
-// Which items use tiles: those with so many pairs, in requests of so many tokens. Smaller requests are decoding
-// steps, whose bits do not depend on the batch.
+// Which items use tiles: those with so many pairs (less where both halves have narrow products), in requests of so
+// many tokens. Smaller requests are decoding steps, whose bits do not depend on the batch.
 struct TileUse {
   int64_t tokens = 17;
   int64_t pairs = kTiledPairs;
+  int64_t narrow_pairs = kNarrowPairs;
 };
 
 constexpr int64_t kTiledRows = 64;  // rows of a product, at most
@@ -26,7 +27,8 @@ class ExpertTiles {
  public:
   ExpertTiles(int64_t hidden, int64_t width, int threads);
 
-  void begin(const TileKernels& tiles);
+  // The request's formats of gate and up, and of down.
+  void begin(const TileKernels& tiles, Format first, Format second);
   // Items in order; those with the same pairs share their inputs.
   TiledItem add(int64_t first_pair, int64_t pairs);
   void reserve();  // after the last item
@@ -36,6 +38,14 @@ class ExpertTiles {
   int64_t input_units() const { return inputs_.count * tile_steps(hidden_); }
   // Columns [32 step, 32 step + 32) of an item's rows, `width` floats apart.
   void pack_between(const TiledItem& item, int64_t pairs, int64_t step, const float* rows);
+
+  // Whether products of so many pairs are narrow ones, which need not be expanded.
+  bool narrow(Format f, int64_t pairs) const {
+    return pairs <= kNarrowTokens && has_narrow(f, hidden_) && has_narrow(f, width_);
+  }
+  // out[j][row0 + row] of all pairs; `next` as in NarrowProduct.
+  void multiply_narrow(const Matrix& m, int64_t row0, int64_t rows, const TiledItem& item, bool gate_up, int64_t pairs,
+                       float* const* out, const uint8_t* next) const;
 
   // What products with rows [row0, row0 + rows) read, in the worker's scratch memory; `place` 0 or 1.
   void expand(const Matrix& m, int64_t row0, int64_t rows, int worker, int place = 0);
@@ -54,12 +64,16 @@ class ExpertTiles {
     uint16_t* block(int64_t i) const { return memory->words() + i * words_each; }
     void reserve();
   };
+  const uint16_t* const* blocks_of(const TiledItem& item, bool gate_up, int64_t pair0) const {
+    return &(gate_up ? inputs_ : between_).at[static_cast<size_t>((gate_up ? item.input : item.between) + pair0 / kTile)];
+  }
   uint16_t* scratch(int worker, int place) const { return scratch_.words() + (2 * worker + place) * scratch_words_; }
 
   const int64_t hidden_, width_;
   const int64_t scratch_words_;
   const TileMemory scratch_;
   const TileKernels* tiles_ = nullptr;
+  Format first_ = Format::f32, second_ = Format::f32;
   std::vector<Range> ranges_;
   Blocks inputs_, between_;
 };

@@ -40,7 +40,7 @@ void multiply(const TileProduct& p) {
 }  // namespace
 
 const TileKernels& bf16_tiles() {
-  static constexpr TileKernels kernels{"avx512_bf16", pack_tiles, expand_tiles, multiply};
+  static constexpr TileKernels kernels{"avx512_bf16", pack_tiles, expand_tiles, multiply, pack_narrow, multiply_narrow_bf16};
   return kernels;
 }
 
