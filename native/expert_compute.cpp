@@ -108,8 +108,8 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
   expert_kernels_ = &expert_kernels();
   items_.clear();
   total_cost_ = 0;
-  const TileKernels* tiles = tiles_ != nullptr && r.tokens >= tile_use_.tokens ? kernels_->tiles : nullptr;
-  if (tiles != nullptr) tiles_->begin(*tiles, layout_.format, layout_.down_format);
+  const TileKernels* tiles = tiles_ != nullptr ? kernels_->tiles : nullptr;
+  if (tiles != nullptr) tiles_->begin(*tiles, layout_.format, layout_.down_format, tile_use_);
   tiled_ = false;
   all_tiled_ = true;
   int64_t row = 0;
@@ -118,10 +118,11 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
     TiledItem tiled;
-    if (tiles != nullptr && item[3] >= least_tiled(item[3])) tiled = tiles_->add(item[2], item[3]);
-    tiled_ |= tiled.used;
-    all_tiled_ &= tiled.used;
-    const int64_t cost = tiled.used ? kReadCost + item[3] / kTiledCost : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
+    if (const TileWay way = tiles != nullptr ? tiles_->way(r.tokens, item[3]) : TileWay::none; way != TileWay::none)
+      tiled = tiles_->add(way, item[2], item[3]);
+    tiled_ |= tiled.used();
+    all_tiled_ &= tiled.used();
+    const int64_t cost = tiled.used() ? kReadCost + item[3] / kTiledCost : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
     items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_, tiled});
     row += item[3];
     total_cost_ += cost * units_;
@@ -132,12 +133,6 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
       done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   return ExpertFault::none;
-}
-
-// Pairs from which on an item of so many uses tiles.
-int64_t ExpertCompute::least_tiled(int64_t pairs) const {
-  const bool narrow = tiles_->narrow(layout_.format, pairs) && tiles_->narrow(layout_.down_format, pairs);
-  return narrow ? tile_use_.narrow_pairs : tile_use_.pairs;
 }
 
 // Who begins with what. Tiles first in the first phase, then blocks of terms.
@@ -209,10 +204,10 @@ void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const I
                             bool gate_up, float* out, const Ahead& ahead, int worker, int place) {
   float* to[kStripTokens];
   for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
-  if (item.tiled.used) {
-    if (tiles_->narrow(m.format, item.pairs)) {
-      const uint8_t* next = ahead.rows > rows ? m.data + (row0 + rows) * m.row_nbytes : ahead.next;
-      tiles_->multiply_narrow(m, row0, rows, item.tiled, gate_up, pairs, to, next);
+  if (item.tiled.used()) {
+    if (item.tiled.way != TileWay::whole) {
+      const uint8_t* next = pair0 != 0 ? nullptr : ahead.rows > rows ? m.data + (row0 + rows) * m.row_nbytes : ahead.next;
+      tiles_->multiply_at_once(m, row0, rows, item.tiled, gate_up, pair0, pairs, to, next);
       return;
     }
     if (pair0 == 0) tiles_->expand(m, row0, rows, worker, place);
@@ -253,7 +248,7 @@ void ExpertCompute::completed(int64_t index, int64_t c0, int64_t c1) {
   const auto n = static_cast<int32_t>(c1 - c0);
   if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n !=
       std::min(kTermBlock, layout_.width - b * kTermBlock)) return;
-  if (item.tiled.used) {
+  if (item.tiled.used()) {
     tiles_->pack_between(item.tiled, item.pairs, b, &between_[static_cast<size_t>(item.row * layout_.width)]);
     return;
   }
@@ -297,7 +292,7 @@ int64_t ExpertCompute::gate_up(int worker) {
     const uint8_t* next = r.end > before + units_ && i + 1 < count ? items_[static_cast<size_t>(i + 1)].slice.gate_up.data
                                                                    : down.data + hidden_cut(worker) * down.row_nbytes;
     columns(item, c0, c1, last, next, worker);
-    if (act_has_terms_ || item.tiled.used) completed(i, c0, c1);
+    if (act_has_terms_ || item.tiled.used()) completed(i, c0, c1);
   }
   return done;
 }

@@ -85,7 +85,6 @@ class ExpertCompute {
     TiledItem tiled;
   };
   ExpertFault check(const ExpertRequest& r) const;
-  int64_t least_tiled(int64_t pairs) const;
   void share();
   int64_t unit_cut(int worker) const;
   int64_t hidden_cut(int worker) const;

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <string>
 
+#include "block_tiles.h"
 #include "matrix.h"
 
 namespace headrace {
@@ -89,6 +90,7 @@ struct TileKernels {
   // start of their memory, which holds the whole steps.
   void (*pack_narrow)(const float* const* x, int64_t tokens, int64_t cols, Format weights, int64_t block, uint16_t* to);
   void (*multiply_narrow)(const NarrowProduct& p);
+  BlockTileKernels blocks;
 };
 
 // AMX, or null and why not. The same tiles on vdpbf16ps, for tests: no faster than float32.

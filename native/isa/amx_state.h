@@ -22,8 +22,7 @@ struct alignas(64) TileConfig {
 // While they are in use; empty ones cost nothing at a switch of threads.
 class TilesInUse {
  public:
-  TilesInUse() {
-    static const TileConfig config;
+  explicit TilesInUse(const TileConfig& config = TileConfig()) {
     asm volatile("" : : "r"(&config) : "memory");  // the intrinsic names only its first bytes as read
     _tile_loadconfig(&config);
   }

@@ -131,8 +131,10 @@ void multiply(const TileProduct& p) {
 
 }  // namespace
 
+const BlockTileKernels& amx_block_tiles();
+
 const TileKernels& amx_tile_kernels() {
-  static constexpr TileKernels kernels{"avx512_amx", pack_tiles, expand_tiles, multiply, pack_narrow, multiply_narrow_amx};
+  static const TileKernels kernels{"avx512_amx", pack_tiles, expand_tiles, multiply, pack_narrow, multiply_narrow_amx, amx_block_tiles()};
   return kernels;
 }
 

@@ -123,31 +123,27 @@ template <> class Expanding<Format::mxfp4> {
   __m512i add_, sign_, low_, last_, block_;
 };
 
-// Rows of a product that are at work together.
+// Sixteen rows of a product.
 struct Band {
   const uint8_t *rows, *next;  // their bytes, and those of the next rows, or null
-  const uint8_t *scales, *next_scales;
   int64_t row_nbytes, count;
 };
 
-// Rows [first, first + 4) of each of R row tiles, group `group` of their columns.
-template <Format F, int R>
+// Rows [first, first + 4) of a band, group `group` of their columns, of which `blocks` of 32 exist.
+template <Format F>
 inline void expand_rows(const Expanding<F>& expanding, const Band& band, int64_t group, int64_t blocks, int64_t first, uint16_t* to) {
-  for (int64_t r = 0; r < R; ++r)
-    for (int64_t i = first; i < first + 4; ++i) {
-      const int64_t row = kTile * r + i;
-      if (row >= band.count) return;
-      for (int64_t line = 0; line < Expanding<F>::kNbytes; line += 64) {
-        const int64_t at = row * band.row_nbytes + Expanding<F>::kNbytes * group + line;
-        _mm_prefetch(reinterpret_cast<const char*>(band.rows + at + kNearNbytes), _MM_HINT_T0);
-        if (band.next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(band.next + at), _MM_HINT_T1);
-      }
-      expanding(row, group, blocks, to + r * kFourWords + kStep * i);
+  for (int64_t row = first; row < std::min(first + 4, band.count); ++row) {
+    for (int64_t line = 0; line < Expanding<F>::kNbytes; line += 64) {
+      const int64_t at = row * band.row_nbytes + Expanding<F>::kNbytes * group + line;
+      _mm_prefetch(reinterpret_cast<const char*>(band.rows + at + kNearNbytes), _MM_HINT_T0);
+      if (band.next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(band.next + at), _MM_HINT_T1);
     }
+    expanding(row, group, blocks, to + kStep * row);
+  }
 }
 
-// Step u of four: R row tiles by the B tiles of a step's activations, of which those of the second block are at b1.
-template <int R, int B>
+// A step: a tile of weights by the B tiles of a step's activations, of which those of the second block are at b1.
+template <int B>
 inline void multiply_step([[maybe_unused]] Tiles& tiles, const uint16_t* a, const uint16_t* b0, [[maybe_unused]] const uint16_t* b1) {
   HEADRACE_LOAD(4, a);
   HEADRACE_LOAD(6, b0);
@@ -155,11 +151,6 @@ inline void multiply_step([[maybe_unused]] Tiles& tiles, const uint16_t* a, cons
   if constexpr (B >= 2) {
     HEADRACE_LOAD(7, b0 + kTileWords);
     HEADRACE_DOT(1, 4, 7);
-  }
-  if constexpr (R == 2) {
-    HEADRACE_LOAD(5, a + kFourWords);
-    HEADRACE_DOT(2, 5, 6);
-    if constexpr (B >= 2) { HEADRACE_DOT(3, 5, 7); }
   }
   if constexpr (B >= 3) {
     HEADRACE_LOAD(6, b1);
@@ -185,33 +176,43 @@ inline void store_narrow(const float* sums, bool two, int64_t rows, int64_t toke
   for (int64_t t = 0; t < tokens && t < 16; ++t) _mm512_mask_storeu_epi32(out[t] + row, mask, v[t]);
 }
 
-// R row tiles from `first` on. B: tiles of activations of all blocks.
-template <Format F, int R, int B>
+// How many groups of columns are expanded ahead of their products: stores of the last one need not have reached the
+// cache when its tiles are read, which waits for them.
+#ifndef NARROW_LAG
+#define NARROW_LAG 2
+#endif
+constexpr int64_t kGroupsAhead = NARROW_LAG;
+
+// Sixteen rows from `first` on. B: tiles of activations of all blocks.
+template <Format F, int B>
 void narrow_band(Tiles& tiles, const NarrowProduct& p, int64_t first) {
-  alignas(64) uint16_t ring[2][R * kFourWords];
+  alignas(64) uint16_t ring[kGroupsAhead + 1][kFourWords];
   alignas(64) float sums[4 * kTile * kTile];
   const Matrix& m = *p.m;
-  const int64_t steps = m.cols / kStep, groups = narrow_steps(m.cols) / kNarrowSteps, left = p.rows - first;
-  const int64_t after = first + kTile * R;
-  Band band{m.data + (p.row0 + first) * m.row_nbytes, after < p.rows ? m.data + (p.row0 + after) * m.row_nbytes : p.next,
-            nullptr, nullptr, m.row_nbytes, std::min(left, kTile * R)};
+  const int64_t steps = m.cols / kStep, groups = narrow_steps(m.cols) / kNarrowSteps, left = p.rows - first, after = first + kTile;
+  const Band band{m.data + (p.row0 + first) * m.row_nbytes, after < p.rows ? m.data + (p.row0 + after) * m.row_nbytes : p.next,
+                  m.row_nbytes, std::min(left, kTile)};
   const Expanding<F> expanding(m, p.row0 + first, band.count);
-  if (band.count < kTile * R) std::memset(ring, 0, sizeof ring);  // rows that are not there
+  if (band.count < kTile) std::memset(ring, 0, sizeof ring);  // rows that are not there
   constexpr int64_t kTilesOfFirst = B < 2 ? 1 : 2, kTilesOfSecond = B < 4 ? 1 : 2;
   const uint16_t *b0 = p.blocks[0], *b1 = B > 2 ? p.blocks[1] : nullptr;
   HEADRACE_ZERO(0);
   HEADRACE_ZERO(1);
   HEADRACE_ZERO(2);
   HEADRACE_ZERO(3);
-  for (int64_t i = 0; i < kTile; i += 4) expand_rows<F, R>(expanding, band, 0, std::min(kNarrowSteps, steps), i, ring[0]);
+  const auto expand = [&](int64_t g, int64_t row) {
+    const int64_t blocks = std::min(kNarrowSteps, steps - kNarrowSteps * g);
+    if (blocks > 0) expand_rows<F>(expanding, band, g, blocks, row, ring[g % (kGroupsAhead + 1)]);
+  };
+  for (int64_t g = 0; g < kGroupsAhead; ++g)
+    for (int64_t row = 0; row < kTile; row += 4) expand(g, row);
   for (int64_t g = 0; g < groups; ++g) {
-    const uint16_t* a = ring[g % 2];
-    const int64_t blocks = std::min(kNarrowSteps, steps - kNarrowSteps * (g + 1));
+    const uint16_t* a = ring[g % (kGroupsAhead + 1)];
     for (int64_t u = 0; u < kNarrowSteps; ++u) {
-      multiply_step<R, B>(tiles, a + u * kTileWords, b0, b1);
+      multiply_step<B>(tiles, a + u * kTileWords, b0, b1);
       b0 += kTilesOfFirst * kTileWords;
       if constexpr (B > 2) b1 += kTilesOfSecond * kTileWords;
-      if (blocks > 0) expand_rows<F, R>(expanding, band, g + 1, blocks, 4 * u, ring[(g + 1) % 2]);
+      expand(g + kGroupsAhead, 4 * u);
     }
   }
   HEADRACE_STORE(0, sums);
@@ -219,27 +220,23 @@ void narrow_band(Tiles& tiles, const NarrowProduct& p, int64_t first) {
   HEADRACE_STORE(2, sums + 512);
   HEADRACE_STORE(3, sums + 768);
   store_narrow(sums, B > 1, left, p.tokens, p.out, first);
-  if constexpr (R == 2) {
-    if (left > kTile) store_narrow(sums + 512, B > 1, left - kTile, p.tokens, p.out, first + kTile);
-  } else if constexpr (B > 2) {
-    store_narrow(sums + 512, B > 3, left, p.tokens - kTile, p.out + kTile, first);
-  }
+  if constexpr (B > 2) store_narrow(sums + 512, B > 3, left, p.tokens - kTile, p.out + kTile, first);
 }
 
-template <Format F, int R, int B>
+template <Format F, int B>
 void narrow_bands(const NarrowProduct& p) {
   Tiles tiles;
-  for (int64_t r = 0; r < p.rows; r += kTile * R) narrow_band<F, R, B>(tiles, p, r);
+  for (int64_t r = 0; r < p.rows; r += kTile) narrow_band<F, B>(tiles, p, r);
 }
 
 template <Format F>
 void narrow_product(const NarrowProduct& p) {
   const int64_t tiles = p.tokens <= kTile ? narrow_tiles(p.tokens) : 2 + narrow_tiles(p.tokens - kTile);
   switch (tiles) {
-    case 1: narrow_bands<F, 2, 1>(p); break;
-    case 2: narrow_bands<F, 2, 2>(p); break;
-    case 3: narrow_bands<F, 1, 3>(p); break;
-    default: narrow_bands<F, 1, 4>(p); break;
+    case 1: narrow_bands<F, 1>(p); break;
+    case 2: narrow_bands<F, 2>(p); break;
+    case 3: narrow_bands<F, 3>(p); break;
+    default: narrow_bands<F, 4>(p); break;
   }
 }
 

@@ -226,10 +226,15 @@ class NativeExpertService:
         """Change how rows are read: rows at once, prefetch distances (0: no second). For benchmarks."""
         self._native.set_reading(rows, near_nbytes, far_nbytes)
 
-    def tune_tiles(self, *, tokens: int, pairs: int, narrow_pairs: int) -> None:
-        """Use matrix tiles for items of so many pairs in requests of so many tokens; ``narrow_pairs`` where
-        narrow products serve both halves. For benchmarks."""
-        self._native.set_tile_use(tokens, pairs, narrow_pairs)
+    def tune_tiles(
+        self, *, tokens: int, pairs: int, narrow_pairs: int, block_pairs: int, most_block_pairs: int
+    ) -> None:
+        """Which items use matrix tiles. For benchmarks.
+
+        Those of ``block_pairs`` to ``most_block_pairs`` pairs use exact blocks; others, in requests of so many
+        ``tokens``, narrow products from ``narrow_pairs`` on and whole tiles from ``pairs`` on.
+        """
+        self._native.set_tile_use(tokens, pairs, narrow_pairs, block_pairs, most_block_pairs)
 
     def share_work(self, *, help_others: bool, yield_waiting: bool) -> None:
         """Whether threads take over others' work, and offer their CPU while they wait. For benchmarks."""

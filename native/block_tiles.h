@@ -1,0 +1,39 @@
+// Products of MXFP4 with several tokens on a matrix unit for bytes: the integer sums of expert_kernels.h, of whole blocks
+// and so exact in any order, scaled and added in the same order. A token has the same bits as alone and as without the
+// unit.
+//
+//   weights      twice E2M1 as int8 of sixteen rows, a block's 32 columns even ones first, made in the L1 cache
+//   activations  [block of 16 tokens][block of 32 columns]: high terms, low terms [8][W tokens][4], scales [16]
+//
+// W is 4, 8 or 16, as tokens fit. Lane i of the scales, and of a register with the sums of 16 / W rows, is token i % W.
+#pragma once
+#include <cstdint>
+
+#include "matrix.h"
+
+namespace headrace {
+
+constexpr int64_t kBlockTokens = 16;
+constexpr int64_t kBlockPairs = 2, kMostBlockPairs = 32;
+
+constexpr int64_t block_width(int64_t tokens) { return tokens <= 4 ? 4 : tokens <= 8 ? 8 : 16; }
+constexpr int64_t block_nbytes(int64_t width) { return 2 * 32 * width + 64; }  // of 32 columns
+
+inline bool has_block_tiles(Format f, int64_t cols) { return f == Format::mxfp4 && cols % 32 == 0; }
+
+struct BlockProduct {
+  const Matrix* m;
+  int64_t row0, rows;
+  const uint8_t* x;   // a block of tokens
+  int64_t tokens;     // of it
+  float* const* out;  // out[token][row]
+  const uint8_t* next;  // what will be read after these rows, as many bytes; or null
+};
+
+struct BlockTileKernels {
+  // Columns [32 block, 32 block + 32) of up to sixteen rows of activations; `to` is the start of the token block.
+  void (*pack)(const float* const* x, int64_t tokens, int64_t block, uint8_t* to);
+  void (*multiply)(const BlockProduct& p);
+};
+
+}  // namespace headrace
