@@ -3,7 +3,8 @@
 // unit.
 //
 //   weights      twice E2M1 as int8 of sixteen rows, a block's 32 columns even ones first, made in the L1 cache
-//   activations  [block of 16 tokens][block of 32 columns]: high terms, low terms [8][W tokens][4], scales [16]
+//   activations  [block of 16 tokens][block of 32 columns]: terms [8][W high, W low][4] (of sixteen tokens
+//                all of the high ones first), scales [16]
 //
 // W is 4, 8 or 16, as tokens fit. Lane i of the scales, and of a register with the sums of 16 / W rows, is token i % W.
 #pragma once

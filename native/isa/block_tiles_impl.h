@@ -1,7 +1,7 @@
 // block_tiles.h. The file that includes this one defines HEADRACE_NS and, outside of it,
 //   HEADRACE_ZERO(i), HEADRACE_LOAD(i, p, stride), HEADRACE_STORE(i, p, stride), HEADRACE_DOT(sums, weights, activations)
-//   Tiles  made with W: registers 0 to 3 are 16 rows x W sums, 4 and 5 weights of 16 rows x 32 bytes, 6 and 7
-//          activations of 8 rows x W words
+//   Tiles  made with the bytes of a row of sums: registers 0 to 3 are 16 rows of sums, 4 and 5 weights of 16 rows x 32
+//          bytes, 6 and 7 activations of 8 rows, as long as those of the sums
 // where registers are literal numbers.
 #pragma once
 #include <immintrin.h>
@@ -37,8 +37,10 @@ void pack(const float* const* x, int64_t tokens, int64_t block, uint8_t* to) {
       for (int k = 0; k < 8; ++k) std::memcpy(&words[i][k][t], terms[i] + 4 * k, 4);
     for (int64_t lane = t; lane < kBlockTokens; lane += width) scales[lane] = scale;
   }
+  // Up to eight tokens: high and low terms side by side in one tile, else one tile after the other.
+  const int64_t row = width < 16 ? 2 * width : width, apart = width < 16 ? width : 8 * width;
   for (int i = 0; i < 2; ++i)
-    for (int k = 0; k < 8; ++k) std::memcpy(to + 4 * width * (8 * i + k), words[i][k], static_cast<size_t>(4 * width));
+    for (int k = 0; k < 8; ++k) std::memcpy(to + 4 * (k * row + i * apart), words[i][k], static_cast<size_t>(4 * width));
   std::memcpy(to + 64 * width, scales, sizeof scales);
 }
 
@@ -72,10 +74,40 @@ struct Band {
   }
 };
 
+// A block's sums: [16 rows][W high, W low] or, of sixteen tokens, all of the high ones before the low ones.
 template <int W>
 struct Sums {
-  alignas(64) int32_t high[kRows * W], low[kRows * W];
+  alignas(64) int32_t v[2 * kRows * W];
 };
+
+inline __m512i two_halves(const int32_t* a, const int32_t* b) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_load_si256(reinterpret_cast<const __m256i*>(a))),
+                            _mm256_load_si256(reinterpret_cast<const __m256i*>(b)), 1);
+}
+
+inline __m512i four_quarters(const int32_t* a, int64_t apart) {
+  const auto at = [&](int i) { return _mm_load_si128(reinterpret_cast<const __m128i*>(a + i * apart)); };
+  __m512i v = _mm512_inserti32x4(_mm512_castsi128_si512(at(0)), at(1), 1);
+  v = _mm512_inserti32x4(v, at(2), 2);
+  return _mm512_inserti32x4(v, at(3), 3);
+}
+
+// 256 times the high sums plus the low ones of rows [16 / W i, 16 / W (i + 1)), W tokens each.
+template <int W>
+inline __m512i whole_sums(const Sums<W>& sums, int i) {
+  __m512i high, low;
+  if constexpr (W == 16) {
+    high = _mm512_load_si512(sums.v + 16 * i);
+    low = _mm512_load_si512(sums.v + 256 + 16 * i);
+  } else if constexpr (W == 8) {
+    high = two_halves(sums.v + 32 * i, sums.v + 32 * i + 16);
+    low = two_halves(sums.v + 32 * i + 8, sums.v + 32 * i + 24);
+  } else {
+    high = four_quarters(sums.v + 32 * i, 8);
+    low = four_quarters(sums.v + 32 * i + 4, 8);
+  }
+  return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
 
 // Block k's sums, scaled, to `acc` of W registers.
 template <int W, int K>
@@ -85,22 +117,22 @@ inline void add_block(const Sums<W>& sums, __m512i scale_words, const float* x_s
   const __m512 w = _mm512_castsi512_ps(_mm512_and_si512(exponents, _mm512_set1_epi32(0x7f800000)));
   const __m512 x = _mm512_load_ps(x_scales);
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) {
-    const __m512i v = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums.high + 16 * i), 8), _mm512_load_si512(sums.low + 16 * i));
-    acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(v), _mm512_mul_ps(_mm512_permutexvar_ps(rows[i], w), x), acc[i]);
-  }
+  for (int i = 0; i < W; ++i)
+    acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole_sums<W>(sums, i)), _mm512_mul_ps(_mm512_permutexvar_ps(rows[i], w), x), acc[i]);
 }
 
-#define HEADRACE_BLOCK(k, first, second, weights)                          \
+#define HEADRACE_BLOCK(k, first, second, weights, words)                          \
   HEADRACE_ZERO(first);                                                    \
-  HEADRACE_ZERO(second);                                                   \
   HEADRACE_LOAD(weights, a + 1024 * ((k) / 2) + 32 * ((k) % 2), 64);       \
-  HEADRACE_LOAD(6, x + (k) * kNbytes, 4 * W);                              \
-  HEADRACE_DOT(first, weights, 6);                                         \
-  HEADRACE_LOAD(7, x + (k) * kNbytes + 32 * W, 4 * W);                     \
-  HEADRACE_DOT(second, weights, 7);                                        \
-  HEADRACE_STORE(first, sums[k].high, 4 * W);                              \
-  HEADRACE_STORE(second, sums[k].low, 4 * W);
+  HEADRACE_LOAD(words, x + (k) * kNbytes, kRowNbytes);                         \
+  HEADRACE_DOT(first, weights, words);                                         \
+  if constexpr (W == 16) {                                                 \
+    HEADRACE_ZERO(second);                                                 \
+    HEADRACE_LOAD(words, x + (k) * kNbytes + 32 * W, kRowNbytes);              \
+    HEADRACE_DOT(second, weights, words);                                      \
+  }                                                                        \
+  HEADRACE_STORE(first, sums[k].v, kRowNbytes);                            \
+  if constexpr (W == 16) { HEADRACE_STORE(second, sums[k].v + 256, kRowNbytes); }
 #define HEADRACE_ADD(k) add_block<W, k>(sums[k], words, reinterpret_cast<const float*>(x + (k) * kNbytes + 64 * W), rows, acc[k]);
 
 // Sums are scaled so many blocks after they were stored, which a load right behind the store would wait for.
@@ -115,7 +147,7 @@ constexpr int64_t kGroupsAhead = BLOCK_LAG;
 
 template <int W>
 void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t first) {
-  constexpr int64_t kNbytes = block_nbytes(W);
+  constexpr int64_t kNbytes = block_nbytes(W), kRowNbytes = W < 16 ? 8 * W : 64;
   alignas(64) uint8_t ring[kGroupsAhead + 1][2 * 1024] = {};
   alignas(64) uint32_t scale_words[kGroupsAhead + 1][kRows] = {};
   Sums<W> sums[4 + (kDelay > 2 ? 4 : 0)];
@@ -144,13 +176,13 @@ void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t 
     const uint8_t* a = ring[g % (kGroupsAhead + 1)];
     words = _mm512_load_si512(scale_words[g % (kGroupsAhead + 1)]);
     if constexpr (kDelay == 2) {
-      HEADRACE_BLOCK(0, 0, 1, 4)
-      HEADRACE_BLOCK(1, 2, 3, 5)
+      HEADRACE_BLOCK(0, 0, 1, 4, 6)
+      HEADRACE_BLOCK(1, 2, 3, 5, 7)
       expand(g + kGroupsAhead, 0);
       expand(g + kGroupsAhead, 4);
-      HEADRACE_BLOCK(2, 0, 1, 4)
+      HEADRACE_BLOCK(2, 0, 1, 4, 6)
       HEADRACE_ADD(0)
-      HEADRACE_BLOCK(3, 2, 3, 5)
+      HEADRACE_BLOCK(3, 2, 3, 5, 7)
       HEADRACE_ADD(1)
       expand(g + kGroupsAhead, 8);
       expand(g + kGroupsAhead, 12);
@@ -162,16 +194,16 @@ void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t 
       const uint8_t* x_before = x - 4 * kNbytes;
 #define HEADRACE_LATER(k) if (g > 0) add_block<W, k>(before[k], words_before, reinterpret_cast<const float*>(x_before + (k) * kNbytes + 64 * W), rows, acc[k]);
 #define sums here
-      HEADRACE_BLOCK(0, 0, 1, 4)
+      HEADRACE_BLOCK(0, 0, 1, 4, 6)
       expand(g + kGroupsAhead, 0);
       HEADRACE_LATER(0)
-      HEADRACE_BLOCK(1, 2, 3, 5)
+      HEADRACE_BLOCK(1, 2, 3, 5, 7)
       expand(g + kGroupsAhead, 4);
       HEADRACE_LATER(1)
-      HEADRACE_BLOCK(2, 0, 1, 4)
+      HEADRACE_BLOCK(2, 0, 1, 4, 6)
       expand(g + kGroupsAhead, 8);
       HEADRACE_LATER(2)
-      HEADRACE_BLOCK(3, 2, 3, 5)
+      HEADRACE_BLOCK(3, 2, 3, 5, 7)
       expand(g + kGroupsAhead, 12);
       HEADRACE_LATER(3)
 #undef sums
@@ -193,14 +225,14 @@ void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t 
   if (const int64_t rest = blocks % 4; rest != 0) {
     const uint8_t* a = ring[whole % (kGroupsAhead + 1)];
     words = _mm512_load_si512(scale_words[whole % (kGroupsAhead + 1)]);
-    HEADRACE_BLOCK(0, 0, 1, 4)
+    HEADRACE_BLOCK(0, 0, 1, 4, 6)
     HEADRACE_ADD(0)
     if (rest > 1) {
-      HEADRACE_BLOCK(1, 2, 3, 5)
+      HEADRACE_BLOCK(1, 2, 3, 5, 7)
       HEADRACE_ADD(1)
     }
     if (rest > 2) {
-      HEADRACE_BLOCK(2, 0, 1, 4)
+      HEADRACE_BLOCK(2, 0, 1, 4, 6)
       HEADRACE_ADD(2)
     }
   }
@@ -215,7 +247,7 @@ void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t 
 
 template <int W>
 void product(const BlockProduct& p) {
-  Tiles tiles(W);
+  Tiles tiles(W < 16 ? 8 * W : 64);
   for (int64_t r = 0; r < p.rows; r += kRows) band_product<W>(tiles, p, r);
 }
 

@@ -7,12 +7,12 @@ namespace {
 
 class Tiles : public TilesInUse {
  public:
-  explicit Tiles(int width) : TilesInUse(config(width)) {}
+  explicit Tiles(int row_nbytes) : TilesInUse(config(row_nbytes)) {}
 
  private:
-  static TileConfig config(int width) {
+  static TileConfig config(int row_nbytes) {
     TileConfig c;
-    for (int i = 0; i < 8; ++i) c.row_nbytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? 32 : 4 * width);
+    for (int i = 0; i < 8; ++i) c.row_nbytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? 32 : row_nbytes);
     c.rows[6] = c.rows[7] = 8;
     return c;
   }

@@ -7,8 +7,8 @@ namespace headrace::HEADRACE_NS {
 namespace {
 
 struct Tiles {
-  explicit Tiles(int w) : width(w) {}
-  const int width;
+  explicit Tiles(int row_nbytes) : width(row_nbytes / 4) {}
+  const int width;  // sums of a row
   int32_t sums[4][16][16];
   int8_t bytes[8][16][64];  // 4 to 7
 
