@@ -11,6 +11,7 @@ from typing import Literal
 from headrace.core.request import TokenLogprob
 
 STEP_STATS_VERSION = 1
+UNKNOWN = -1  # a token that the device chooses in the step before
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,16 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One iteration: decode chunks (one token) come first, then prefill chunks."""
+    """One iteration: decode chunks (one token) come first, then prefill chunks.
+
+    ``ahead``: planned before the step before it was known; its tokens are ``UNKNOWN``, each is what the
+    same row of that step chooses.
+    """
 
     step: int
     chunks: tuple[ScheduledChunk, ...]
     block_copies: tuple[tuple[int, int], ...] = ()  # (source, destination), before anything else
+    ahead: bool = False
 
     @property
     def num_tokens(self) -> int:

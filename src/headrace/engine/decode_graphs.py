@@ -5,6 +5,9 @@ A step of fewer sequences than the next captured size is padded: rows of padding
 
 Whether a page becomes full is data, too: where pages are sealed, the append kernel finds it out from the
 context lengths, so the same graph serves steps that seal and steps that do not.
+
+A graph leaves the tokens that it chose where the next step reads its own, so that this one can be launched
+before the host knows them.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import open_chunks
-from headrace.engine.decode_inputs import DecodeInputs
+from headrace.engine.decode_inputs import IMAGES, DecodeInputs
 from headrace.kv.open_pages import OpenPages
 from headrace.kv.storage import num_blocks_of
 from headrace.machine.device import Device, Graph
+from headrace.machine.readback import ReadBack
 from headrace.ops.records import AttentionBatch, LayerCache, SealedKV
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -88,6 +94,7 @@ class DecodeGraphs:
             sealed=isinstance(kv[0], SealedKV),
         )
         self._graphs: dict[int, tuple[Graph, StepResult]] = {}
+        self._read = ReadBack(device, 2 * largest, torch.float32, IMAGES)
 
     @property
     def max_batch(self) -> int:
@@ -113,7 +120,9 @@ class DecodeGraphs:
 
         def work() -> tuple[torch.Tensor, ...]:
             logits = self._decoder.logits(self._decoder.forward(tokens, batch, self._kv))
-            return logits, best_of(logits)
+            best = best_of(logits)
+            tokens.copy_(best[1])
+            return logits, best
 
         graph = self._device.graph()
         logits, best = graph.capture(work if around is None else around(work))
@@ -130,15 +139,37 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(
-        self, chunks: Sequence[ScheduledChunk], open_pages: OpenPages | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        open_pages: OpenPages | None = None,
+        *,
+        ahead: bool = False,
     ) -> StepResult:
         """Compute one token for each chunk. The results are on their way when this returns.
 
+        At most one step before this one may still be on its way.
+
         open_pages: hands out the open pages of a cache whose pages are sealed.
+        ahead: the tokens are those that the step before, of as many chunks, chose.
         """
         size = self.size_of(len(chunks))
         opened = () if open_pages is None else open_chunks(chunks, open_pages)
-        self._inputs.fill(chunks, size, opened)
+        self._inputs.fill(chunks, size, opened, ahead=ahead)
         graph, result = self._graphs[size]
         graph.replay()
         return result
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        open_pages: OpenPages | None = None,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """``run``, and send what was chosen to the host, for ``best`` to read."""
+        self._read.post(self.run(chunks, open_pages, ahead=ahead).best)
+
+    def best(self) -> npt.NDArray[np.float32]:
+        """Wait for the oldest launched step: ``StepResult.best``, valid until the next but one launch."""
+        return self._read.take().numpy()

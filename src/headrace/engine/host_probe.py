@@ -87,6 +87,7 @@ def probe_host(device: Device, kernels: int, marks: Marks) -> dict[str, Rate]:
     limits = SchedulerConfig(blocks, BLOCK_TOKENS, context, context, 1, prefix_cache=False)
     tokenizer = load_tokenizer(checkpoint.text)
     engine = Engine(EngineParts(decoder, kv, tokenizer, limits, info, device, graphs))
+    engine.run_ahead(False)  # or the GPU would hide what is measured
     short_s, text_s = _steps(engine, marks, BLOCK_TOKENS)
     long_s, _ = _steps(engine, marks, LONG_TOKENS)
     engine.close()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.core.errors import InternalError
 from headrace.core.model_spec import ModelSpec
 from headrace.core.request import TokenLogprob
 from headrace.core.step import (
@@ -20,6 +21,7 @@ from headrace.core.step import (
     SampledToken,
     ScheduledChunk,
     StepOutput,
+    StepPlan,
 )
 from headrace.engine.batch import build_batch
 from headrace.engine.decode_graphs import DecodeGraphs, best_of
@@ -93,16 +95,18 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._open = open_pages_of(kv, is_owned)
+        self._begun = -1
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) blocks one after the other; a target may be a later source.
+    def begin(self, plan: StepPlan) -> None:
+        """Copy the plan's (source, target) blocks one after the other; a target may be a later source.
 
-        Called once for each step, before it is computed.
+        Called for each step before it is computed; again for one that could not be launched ahead.
         """
-        if self._open is not None:
+        if self._open is not None and plan.step != self._begun:
             self._open.next_step()
-        for source, target in copies:
+        self._begun = plan.step
+        for source, target in plan.block_copies:
             copy_block(self._kv, source, target, self._open)
 
     @torch.inference_mode()
@@ -150,6 +154,26 @@ class Runner:
             with ranges.timed("sampler"):
                 sampled.extend(_choose(logits, best, range(len(some)), wanting, states))
         return StepOutput(step, tuple(sampled), tuple(scores))
+
+    def can_launch(
+        self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
+    ) -> bool:
+        """Whether a graph computes these chunks and chooses every row's token, the host none."""
+        return self._captured(chunks, states) and all(
+            c.sample and _is_greedy(states[c.seq_id]) for c in chunks
+        )
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step that ``can_launch``; ``land`` waits for it. One may be on its way already."""
+        assert self._graphs is not None
+        self._graphs.launch(plan.chunks, self._open, ahead=plan.ahead)
+
+    def land(self, plan: StepPlan) -> list[SampledToken | InternalError]:
+        """Wait for the oldest launched step, whose plan this is: for each chunk its token, or why it has
+        none."""
+        assert self._graphs is not None
+        found = self._graphs.best()
+        return [_chosen(found[:, row], chunk) for row, chunk in enumerate(plan.chunks)]
 
     def _captured(
         self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
@@ -199,6 +223,14 @@ class Runner:
             logits = self._logits(hidden, range(part, part + len(some))).cpu().numpy()
             entries.extend(logprob_of(v, t, top) for v, t in zip(logits, some))
         return PromptLogprobs(chunk.seq_id, chunk.start + 1, tuple(entries))
+
+
+def _chosen(best: npt.NDArray[np.float32], chunk: ScheduledChunk) -> SampledToken | InternalError:
+    try:
+        token = checked_best(float(best[0]), int(best[1]), chunk.start + 1)
+    except InternalError as error:
+        return error
+    return SampledToken(chunk.seq_id, token)
 
 
 def _scores(chunk: ScheduledChunk, state: SamplingState) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from headrace.core.errors import ContextLengthError, InternalError, RequestError
 from headrace.core.request import FinishReason, GenerationRequest
-from headrace.core.step import ScheduledChunk, StepOutput, StepPlan
+from headrace.core.step import UNKNOWN, ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.block_tables import BlockTables
 from headrace.engine.sequence import Group, Sequence
 from headrace.kv.prefix import CacheSpace, PrefixCache
@@ -94,7 +94,7 @@ class Scheduler:
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}  # in order of arrival
         self._waiting: list[Sequence] = []  # in order of arrival
-        self._plan: StepPlan | None = None
+        self._plans: list[StepPlan] = []  # not committed yet: one, and one on top of it at most
         self._next_seq_id = 0
 
     # ---- requests -------------------------------------------------------------------------------
@@ -204,18 +204,60 @@ class Scheduler:
                 f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
                 f"{self.tables.pool.num_available} blocks available"
             )
-        self._plan = StepPlan(self.counters.steps, tuple(chunks), tuple(copies))
-        return self._plan
+        plan = StepPlan(self.counters.steps, tuple(chunks), tuple(copies))
+        self._plans = [plan]
+        return plan
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Plan the step behind the one that is being computed, as if that one ended nobody.
+
+        Its tokens are those that the device will have chosen, row by row in the same order: the host
+        does not know them (``UNKNOWN``). A sequence that ends meanwhile has a row for nothing.
+
+        None where what comes next is not certain beforehand: somebody could be admitted, a prompt is
+        not computed yet, a sequence reaches its limit or was aborted, siblings wait for their prompt, or
+        a position has no block that could be written to without taking one from somebody.
+        """
+        if len(self._plans) != 1 or len(self._plans[0].chunks) != len(self._running):
+            return None
+        if self._waiting and len(self._running) < self.config.max_num_seqs:
+            return None
+        plan, rows = self._plans[0], list[Sequence]()
+        for chunk in plan.chunks:
+            seq = self._running.get(chunk.seq_id)
+            if seq is None or not chunk.sample or len(chunk.token_ids) != 1:
+                return None
+            if len(seq.tokens) + 1 >= seq.max_tokens_total:
+                return None
+            if seq.num_generated == 0 and len(seq.group.sequences) > 1:
+                return None
+            rows.append(seq)
+        if not self.tables.extend_ahead(rows):
+            return None
+        chunks = (
+            ScheduledChunk(seq.seq_id, (UNKNOWN,), seq.num_computed + 1, tuple(seq.blocks), True)
+            for seq in rows
+        )
+        self._plans.append(StepPlan(plan.step + 1, tuple(chunks), ahead=True))
+        return self._plans[-1]
+
+    def concerns(self, plan: StepPlan) -> bool:
+        """Whether a sequence of the plan is still served."""
+        return any(chunk.seq_id in self._running for chunk in plan.chunks)
+
+    def drop_ahead(self) -> None:
+        """Forget what ``schedule_ahead`` planned last: it was not begun."""
+        self._plans = self._plans[:1]
 
     def commit(self, output: StepOutput) -> list[Finished]:
         """Take in what the step computed, and return the sequences that it ended.
 
         Sequences that were aborted since the step was planned are passed over.
         """
-        plan = self._plan
+        plan = self._plans[0] if self._plans else None
         if plan is None or plan.step != output.step:
             raise InternalError(f"step {output.step} was not planned")
-        self._plan = None
+        del self._plans[0]
         self.counters.steps += 1
         tokens = {s.seq_id: s.token_id for s in output.sampled}
         finished: list[Finished] = []

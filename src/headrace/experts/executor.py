@@ -258,9 +258,19 @@ class HybridExecutor:
                 keys += [s.key(layer, expert, piece) for piece in range(s.num_slices)]
         self.paths.fill(keys)
 
+    def post_counts(self) -> None:
+        """Send the counters to the host as they are behind the work queued so far."""
+        self.paths.post_counts()
+
+    def posted_counts(self) -> ExpertCounts:
+        """``counts`` at the oldest point that was posted; waits for that only. The CPU's own are today's."""
+        return self._with_service(self.paths.posted_counts())
+
     def counts(self) -> ExpertCounts:
         """Slices by path so far; waits for the GPU."""
-        found = self.paths.counts()
+        return self._with_service(self.paths.counts())
+
+    def _with_service(self, found: ExpertCounts) -> ExpertCounts:
         if self.service is None:
             return found
         all_of_them = self._past + self.service.stats()
@@ -279,6 +289,19 @@ class HybridExecutor:
             return PromptSlices()
         return PromptSlices(self._prefill.hit, self._prefill.fetched, self._prefill.on_cpu)
 
+    @property
+    def service_works(self) -> bool:
+        """Whether the next step can begin with the service as it is, or needs none."""
+        if self.service is None:
+            return True
+        asked = self.service.fault() is not ExpertFault.NONE
+        return not (self._failed or asked) and self.service.running()
+
+    def wake(self) -> None:
+        """Wake the CPU's threads for a step behind one that has not ended yet."""
+        if self.service is not None:
+            self.service.wake()
+
     def step_begins(self, num_tokens: int) -> None:
         """Wake the CPU's threads; replace a service that failed.
 
@@ -289,8 +312,7 @@ class HybridExecutor:
             self._prefill.settle()
         if self.service is None:
             return
-        asked = self.service.fault() is not ExpertFault.NONE  # a prompt's part was not answered
-        if self._failed or asked or not self.service.running():
+        if not self.service_works:  # a prompt's part was not answered, too
             self._restart_service()
         self.service.wake()
 

@@ -24,6 +24,7 @@ from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
+from headrace.machine.readback import ReadBack
 from headrace.ops import registry
 from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation
@@ -58,6 +59,7 @@ class GpuPaths:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
         self._fields, self._block, self.layout = fields, block, store.layout
+        self._device = device
         target = device.torch_device
         at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
         geometry = kernels.PlanGeometry(
@@ -100,6 +102,8 @@ class GpuPaths:
             layers=[geometry_of(kernels, layout, nbytes) for layout in store.layouts],
         )
         self._layer = 0  # that is planned
+        totals: torch.Tensor = self.state.totals
+        self._totals = ReadBack(device, totals.numel(), totals.dtype)
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
@@ -142,7 +146,11 @@ class GpuPaths:
         want = tuple(self.state.split.shape)
         if rows.shape != want:
             raise InternalError(f"split tables {list(rows.shape)}, expected {list(want)}")
-        self.state.split.copy_(rows)
+        # From pinned memory, which torch keeps until the copy is done: a copy that waits would wait for the
+        # step on its way, too.
+        pinned = self._device.pinned(*want, dtype=torch.int32)
+        pinned.copy_(rows)
+        self._device.copy(self.state.split, pinned)
 
     def fill(self, keys: Sequence[int]) -> None:
         s = self.shape
@@ -162,7 +170,16 @@ class GpuPaths:
 
     def counts(self) -> ExpertCounts:
         """Waits for the GPU. The CPU's own figures are its service's."""
-        totals: list[int] = self.state.totals.tolist()
+        return self._counts_of(self.state.totals.tolist())
+
+    def post_counts(self) -> None:
+        self._totals.post(self.state.totals)
+
+    def posted_counts(self) -> ExpertCounts:
+        totals: Any = self._totals.take()
+        return self._counts_of(totals.tolist())
+
+    def _counts_of(self, totals: list[int]) -> ExpertCounts:
         hits, fetched, computed, layers, _, admitted, *_ = totals
         fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
         chunk = 8 * self._kernels.COPY_WORDS

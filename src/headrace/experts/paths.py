@@ -152,6 +152,14 @@ class ExpertPaths(Protocol):
 
     def counts(self) -> ExpertCounts: ...
 
+    def post_counts(self) -> None:
+        """Send the counters to the host as they are behind the work queued so far."""
+        ...
+
+    def posted_counts(self) -> ExpertCounts:
+        """``counts`` at the oldest point that was posted; waits for that only."""
+        ...
+
     def view(self) -> CacheView:
         """The cache as it is; between steps."""
         ...
@@ -197,6 +205,7 @@ class HostPaths:
         self._split: Sequence[Sequence[int]] = ()
         self._counts = [0] * 5
         self._fetch_s = self._compute_s = 0.0
+        self._posted: list[ExpertCounts] = []
         self._plan: LayerPlan | None = None
         self._layer = 0
         self._x = self._out = torch.zeros(0)
@@ -335,6 +344,12 @@ class HostPaths:
             prefetched_nbytes=self._sent_nbytes,
             ahead_nbytes=self._ahead_nbytes,
         )
+
+    def post_counts(self) -> None:
+        self._posted.append(self.counts())
+
+    def posted_counts(self) -> ExpertCounts:
+        return self._posted.pop(0)
 
     def view(self) -> CacheView:
         tables = self.tables
