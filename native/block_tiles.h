@@ -15,7 +15,7 @@
 namespace headrace {
 
 constexpr int64_t kBlockTokens = 16;
-constexpr int64_t kBlockPairs = 2, kMostBlockPairs = 32;
+constexpr int64_t kBlockPairs = 2;
 
 constexpr int64_t block_width(int64_t tokens) { return tokens <= 4 ? 4 : tokens <= 8 ? 8 : 16; }
 constexpr int64_t block_nbytes(int64_t width) { return 2 * 32 * width + 64; }  // of 32 columns

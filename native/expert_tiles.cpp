@@ -22,8 +22,7 @@ void ExpertTiles::begin(const TileKernels& tiles, Format first, Format second, c
 
 TileWay ExpertTiles::way(int64_t tokens, int64_t pairs) const {
   const auto both = [&](bool (*has)(Format, int64_t)) { return has(first_, hidden_) && has(second_, width_); };
-  if (pairs >= use_.block_pairs && pairs <= use_.most_block_pairs && both(has_block_tiles)) return TileWay::blocks;
-  if (tokens < use_.tokens) return TileWay::none;
+  if (tokens < use_.tokens) return pairs >= use_.block_pairs && both(has_block_tiles) ? TileWay::blocks : TileWay::none;
   if (pairs >= use_.narrow_pairs && pairs <= kNarrowTokens && both(has_narrow)) return TileWay::narrow;
   return pairs >= use_.pairs ? TileWay::whole : TileWay::none;
 }

@@ -18,15 +18,13 @@ struct TiledItem {
   bool used() const { return way != TileWay::none; }
 };
 
-// Which items use tiles: those with so many pairs (less where both halves have narrow products), in requests of so
-// many tokens. Smaller requests are decoding steps, whose bits do not depend on the batch. Exact blocks may serve
-// requests of any size.
+// Which items use tiles. Requests of fewer tokens are decoding steps, whose bits do not depend on the batch: items of so
+// many pairs use exact blocks there. In larger ones narrow products or whole tiles.
 struct TileUse {
   int64_t tokens = 17;
   int64_t pairs = kTiledPairs;
   int64_t narrow_pairs = kNarrowPairs;
-  int64_t block_pairs = kBlockPairs;  // and not more than most_block_pairs
-  int64_t most_block_pairs = kMostBlockPairs;
+  int64_t block_pairs = kBlockPairs;
 };
 
 constexpr int64_t kTiledRows = 64;  // rows of a product, at most
