@@ -140,3 +140,22 @@ def test_all_codes_and_scales_in_narrow_products(tiles: str):
         x[torch.arange(24), torch.from_numpy(rng.permutation(128)[:24])] = 2.0 ** (127 - first)
         ids, weights = np.zeros((24, 1), np.int32), np.ones((24, 1), np.float32)
         assert error(computed(case, x, ids, weights), case.expected(x, ids, weights)) < TERMS
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "bf16"])
+def test_mixtures_of_a_cpu_alone_match_float64(tiles: str, name: str):
+    """Calls of more than 64 rows: experts of one and two rows, of narrow products, and of whole tiles."""
+    from headrace.ops.cpu import linear as ops
+
+    case = make_case(name, experts=6, hidden=288, inner=160, slices=1, bias=True, act=CLAMPED)
+    x, ids, weights = shared(case, (1, 2, 7, 16, 25, 49))
+    args = torch.from_numpy(ids), torch.from_numpy(weights), case.experts, case.act
+    found, expected = ops.moe(x, *args), case.expected(x, ids, weights)
+    assert error(found, expected) < TERMS
+    control.select_isa("avx512")
+    alone = ops.moe(x, *args)
+    control.select_isa(tiles)
+    for expert, tiled in enumerate((False, False, True, True, True, True)):
+        rows = ids[:, 0] == expert
+        assert error(found[rows], expected[rows]) < TERMS
+        assert torch.equal(found[rows], alone[rows]) is not tiled
