@@ -21,7 +21,7 @@ from headrace.core.step import SampledToken, ScheduledChunk, StepOutput, StepPla
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.experts.building import make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.live import LiveExperts

@@ -85,13 +85,6 @@ inline __m512i two_halves(const int32_t* a, const int32_t* b) {
                             _mm256_load_si256(reinterpret_cast<const __m256i*>(b)), 1);
 }
 
-inline __m512i four_quarters(const int32_t* a, int64_t apart) {
-  const auto at = [&](int i) { return _mm_load_si128(reinterpret_cast<const __m128i*>(a + i * apart)); };
-  __m512i v = _mm512_inserti32x4(_mm512_castsi128_si512(at(0)), at(1), 1);
-  v = _mm512_inserti32x4(v, at(2), 2);
-  return _mm512_inserti32x4(v, at(3), 3);
-}
-
 // 256 times the high sums plus the low ones of rows [16 / W i, 16 / W (i + 1)), W tokens each.
 template <int W>
 inline __m512i whole_sums(const Sums<W>& sums, int i) {
@@ -99,12 +92,9 @@ inline __m512i whole_sums(const Sums<W>& sums, int i) {
   if constexpr (W == 16) {
     high = _mm512_load_si512(sums.v + 16 * i);
     low = _mm512_load_si512(sums.v + 256 + 16 * i);
-  } else if constexpr (W == 8) {
+  } else {
     high = two_halves(sums.v + 32 * i, sums.v + 32 * i + 16);
     low = two_halves(sums.v + 32 * i + 8, sums.v + 32 * i + 24);
-  } else {
-    high = four_quarters(sums.v + 32 * i, 8);
-    low = four_quarters(sums.v + 32 * i + 4, 8);
   }
   return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
@@ -135,22 +125,14 @@ inline void add_block(const Sums<W>& sums, __m512i scale_words, const float* x_s
   if constexpr (W == 16) { HEADRACE_STORE(second, sums[k].v + 256, kRowNbytes); }
 #define HEADRACE_ADD(k) add_block<W, k>(sums[k], words, reinterpret_cast<const float*>(x + (k) * kNbytes + 64 * W), rows, acc[k]);
 
-// Sums are scaled so many blocks after they were stored, which a load right behind the store would wait for.
-#ifndef BLOCK_DELAY
-#define BLOCK_DELAY 4
-#endif
-#ifndef BLOCK_LAG
-#define BLOCK_LAG 1
-#endif
-constexpr int kDelay = BLOCK_DELAY;
-constexpr int64_t kGroupsAhead = BLOCK_LAG;
-
+// Sums are scaled two blocks after they were stored, and weights expanded a group before they are read: loads right
+// behind a store would wait for it.
 template <int W>
 void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t first) {
-  constexpr int64_t kNbytes = block_nbytes(W), kRowNbytes = W < 16 ? 8 * W : 64;
-  alignas(64) uint8_t ring[kGroupsAhead + 1][2 * 1024] = {};
-  alignas(64) uint32_t scale_words[kGroupsAhead + 1][kRows] = {};
-  Sums<W> sums[4 + (kDelay > 2 ? 4 : 0)];
+  constexpr int64_t kNbytes = block_nbytes(W);
+  alignas(64) uint8_t ring[2][2 * 1024] = {};
+  alignas(64) uint32_t scale_words[2][kRows] = {};
+  Sums<W> sums[4];
   __m512 acc[4][W];
   __m512i rows[W];  // which row's scale each lane takes
   for (int i = 0; i < W; ++i) {
@@ -165,66 +147,30 @@ void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t 
                   after < p.rows ? m.data + (p.row0 + after) * m.row_nbytes : p.next,
                   m.row_nbytes, m.scale_row_nbytes, std::min(kRows, p.rows - first)};
   const auto expand = [&](int64_t g, int64_t row) {
-    const int64_t n = std::min<int64_t>(4, blocks - 4 * g), at = g % (kGroupsAhead + 1);
-    if (n > 0) band.expand(g, n, row, ring[at], scale_words[at]);
+    const int64_t n = std::min<int64_t>(4, blocks - 4 * g);
+    if (n > 0) band.expand(g, n, row, ring[g % 2], scale_words[g % 2]);
   };
   const uint8_t* x = p.x;
-  __m512i words = _mm512_setzero_si512(), words_before = words;
-  for (int64_t g = 0; g < kGroupsAhead; ++g)
-    for (int64_t r = 0; r < kRows; r += 4) expand(g, r);
+  for (int64_t r = 0; r < kRows; r += 4) expand(0, r);
   for (int64_t g = 0; g < whole; ++g, x += 4 * kNbytes) {
-    const uint8_t* a = ring[g % (kGroupsAhead + 1)];
-    words = _mm512_load_si512(scale_words[g % (kGroupsAhead + 1)]);
-    if constexpr (kDelay == 2) {
-      HEADRACE_BLOCK(0, 0, 1, 4, 6)
-      HEADRACE_BLOCK(1, 2, 3, 5, 7)
-      expand(g + kGroupsAhead, 0);
-      expand(g + kGroupsAhead, 4);
-      HEADRACE_BLOCK(2, 0, 1, 4, 6)
-      HEADRACE_ADD(0)
-      HEADRACE_BLOCK(3, 2, 3, 5, 7)
-      HEADRACE_ADD(1)
-      expand(g + kGroupsAhead, 8);
-      expand(g + kGroupsAhead, 12);
-      HEADRACE_ADD(2)
-      HEADRACE_ADD(3)
-    } else {
-      Sums<W>* const here = sums + 4 * (g % 2);
-      Sums<W>* const before = sums + 4 * ((g + 1) % 2);
-      const uint8_t* x_before = x - 4 * kNbytes;
-#define HEADRACE_LATER(k) if (g > 0) add_block<W, k>(before[k], words_before, reinterpret_cast<const float*>(x_before + (k) * kNbytes + 64 * W), rows, acc[k]);
-#define sums here
-      HEADRACE_BLOCK(0, 0, 1, 4, 6)
-      expand(g + kGroupsAhead, 0);
-      HEADRACE_LATER(0)
-      HEADRACE_BLOCK(1, 2, 3, 5, 7)
-      expand(g + kGroupsAhead, 4);
-      HEADRACE_LATER(1)
-      HEADRACE_BLOCK(2, 0, 1, 4, 6)
-      expand(g + kGroupsAhead, 8);
-      HEADRACE_LATER(2)
-      HEADRACE_BLOCK(3, 2, 3, 5, 7)
-      expand(g + kGroupsAhead, 12);
-      HEADRACE_LATER(3)
-#undef sums
-#undef HEADRACE_LATER
-      words_before = words;
-    }
-  }
-  if constexpr (kDelay != 2) {
-    if (whole > 0) {
-      Sums<W>* const last = sums + 4 * ((whole + 1) % 2);
-      const uint8_t* x_before = x - 4 * kNbytes;
-      const auto scales = [&](int k) { return reinterpret_cast<const float*>(x_before + k * kNbytes + 64 * W); };
-      add_block<W, 0>(last[0], words_before, scales(0), rows, acc[0]);
-      add_block<W, 1>(last[1], words_before, scales(1), rows, acc[1]);
-      add_block<W, 2>(last[2], words_before, scales(2), rows, acc[2]);
-      add_block<W, 3>(last[3], words_before, scales(3), rows, acc[3]);
-    }
+    const uint8_t* a = ring[g % 2];
+    const __m512i words = _mm512_load_si512(scale_words[g % 2]);
+    HEADRACE_BLOCK(0, 0, 1, 4, 6)
+    HEADRACE_BLOCK(1, 2, 3, 5, 7)
+    expand(g + 1, 0);
+    expand(g + 1, 4);
+    HEADRACE_BLOCK(2, 0, 1, 4, 6)
+    HEADRACE_ADD(0)
+    HEADRACE_BLOCK(3, 2, 3, 5, 7)
+    HEADRACE_ADD(1)
+    expand(g + 1, 8);
+    expand(g + 1, 12);
+    HEADRACE_ADD(2)
+    HEADRACE_ADD(3)
   }
   if (const int64_t rest = blocks % 4; rest != 0) {
-    const uint8_t* a = ring[whole % (kGroupsAhead + 1)];
-    words = _mm512_load_si512(scale_words[whole % (kGroupsAhead + 1)]);
+    const uint8_t* a = ring[whole % 2];
+    const __m512i words = _mm512_load_si512(scale_words[whole % 2]);
     HEADRACE_BLOCK(0, 0, 1, 4, 6)
     HEADRACE_ADD(0)
     if (rest > 1) {
@@ -252,11 +198,8 @@ void product(const BlockProduct& p) {
 }
 
 void multiply(const BlockProduct& p) {
-  switch (block_width(p.tokens)) {
-    case 4: product<4>(p); break;
-    case 8: product<8>(p); break;
-    default: product<16>(p); break;
-  }
+  if (block_width(p.tokens) == 8) product<8>(p);
+  else product<16>(p);
 }
 
 }  // namespace

@@ -178,10 +178,7 @@ inline void store_narrow(const float* sums, bool two, int64_t rows, int64_t toke
 
 // How many groups of columns are expanded ahead of their products: stores of the last one need not have reached the
 // cache when its tiles are read, which waits for them.
-#ifndef NARROW_LAG
-#define NARROW_LAG 2
-#endif
-constexpr int64_t kGroupsAhead = NARROW_LAG;
+constexpr int64_t kGroupsAhead = 2;
 
 // Sixteen rows from `first` on. B: tiles of activations of all blocks.
 template <Format F, int B>

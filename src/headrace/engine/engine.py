@@ -43,7 +43,8 @@ from headrace.engine.profilers import make_profiler
 from headrace.engine.requests import LiveRequest, LiveSequence, failure
 from headrace.engine.runner import Ranges, Runner
 from headrace.engine.sampler import SamplingState
-from headrace.engine.scheduler import Finished, Scheduler
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler_records import Finished
 from headrace.engine.step_stats import stats_of
 from headrace.engine.text_stream import Piece, TextStream
 from headrace.engine.validate import validate_request

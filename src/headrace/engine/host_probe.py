@@ -20,7 +20,7 @@ from headrace.core.step import StepStats
 from headrace.engine.decode_graphs import DecodeGraphs, Work
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.engine.this_machine import measured_rate
 from headrace.kv.storage import allocate_kv
 from headrace.layers.moe import RoutingObserver

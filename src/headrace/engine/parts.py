@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.core.status import EngineInfo, ExpertSnapshot
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.runner import DecoderLike
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.experts.step_record import ExpertStep
 from headrace.machine.device import Device
 from headrace.ops.records import LayerCache

@@ -17,7 +17,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.explaining import Watch
 from headrace.engine.gpu_profiler import GpuStepProfiler
 from headrace.engine.parts import EngineParts
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.explain import leaf
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import HostDevice
