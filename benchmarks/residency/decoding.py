@@ -19,6 +19,7 @@ from headrace.experts.live import LiveExperts
 from headrace.experts.rates import RateTracker
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
+from headrace.layers.moe import AddsResidual
 
 BLOCK_TOKENS = 16
 CONTEXT_TOKENS = 1024
@@ -41,11 +42,24 @@ class Later:
 
     target: Any = Nothing()
     foresees = True
+    adds = True  # whether the executor adds the residual itself
 
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return self.target(layer, x, ids, weights)
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        if isinstance(self.target, AddsResidual) and self.adds:
+            return self.target.with_residual(layer, x, ids, weights, residual)
+        return self.target(layer, x, ids, weights).add_(residual)
 
     def add_to(
         self, layer: int, x: Any, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
@@ -55,6 +69,10 @@ class Later:
     def foresee(self, layer: int, x: torch.Tensor, router: Any, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
+
+    def normed(self, layer: int, x: torch.Tensor) -> None:
+        if not isinstance(self.target, Nothing):
+            self.target.normed(layer, x)
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
@@ -92,7 +110,7 @@ def run_tokens(
             launch(at)
         if ahead and at + 1 < len(tokens):
             launch(at + 1)
-        graphs.best()
+        graphs.picked()
         answered = time.perf_counter()
         if executor is not None:
             executor.step_ended()
@@ -235,7 +253,7 @@ def settled_rates(
         if given is not None:
             given.advance()
         live.step_begins(1)
-        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).best.cpu()
+        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).picked.cpu()
         live.step_ended()
     assert live.tracker is not None
     found = live.tracker.rates

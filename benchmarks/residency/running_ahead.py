@@ -25,7 +25,9 @@ from benchmarks.residency.decode import GIB, rates_of
 from benchmarks.residency.decoding import ahead_and_not
 from headrace.core.request import GenerationRequest, OutputDelta, SamplingParams
 from headrace.engine.engine import Engine
+from headrace.engine.explaining import Watch
 from headrace.experts.random_store import random_store
+from headrace.explain import leaf
 from headrace.machine.device import CudaDevice
 
 CONTEXT, WARM_UP = 2048, 8
@@ -70,7 +72,22 @@ def in_turn(engine: Engine, steps: int, rounds: int) -> dict[str, Any]:
                 for n in sorted(names)
             } | {"stats_us": round(1e6 * median([s.seconds for s in steady]), 1)}
     engine.run_ahead(True)
-    return {**found, "ranges_us": ranges}
+    return {**found, "ranges_us": ranges, "watched": watched(engine, steps)}
+
+
+def watched(engine: Engine, steps: int) -> dict[str, float]:
+    """Of a step that runs ahead: what it takes, and how long the GPU waits within it."""
+    watch = Watch(engine)
+    watch.start()
+    run_request(engine, "watched", steps)
+    watch.stop()
+    host = (leaf.LAUNCHES, leaf.SCHEDULE, leaf.DETOKENIZE)
+    plain = [o.stats for o in watch.steps if o.stats.phase == "decode" and not o.slowed][WARM_UP:]
+    exposed = [sum(c.seconds for c in one.classes if c.id in host) for one in plain]
+    return {
+        "step_us": 1e6 * median(one.seconds for one in plain),
+        "gpu_waits_us": 1e6 * median(exposed),
+    }
 
 
 def smollm2(device: CudaDevice, steps: int, rounds: int) -> dict[str, Any]:

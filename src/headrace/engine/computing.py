@@ -103,7 +103,7 @@ class Computing:
             if self.profiler is not None:
                 self.profiler.begins(plan.chunks)
             with ranges.timed("decoder"):
-                self._runner.launch(plan)
+                self._runner.launch(plan, self._states)
             if self.profiler is not None:
                 self.profiler.launched()
             if self._experts is not None:

@@ -13,7 +13,7 @@ import torch
 from headrace.core.step import ScheduledChunk
 from headrace.kv.open_pages import OpenChunk
 from headrace.machine.device import Device
-from headrace.ops.records import AttentionBatch, OpenBatch
+from headrace.ops.records import GREEDY_RULE, NO_RULE, AttentionBatch, OpenBatch, Rule
 
 # Parts of the inputs start at multiples of this many bytes, which kernels may rely on.
 _ALIGN = 16
@@ -84,11 +84,16 @@ class DecodeInputs:
         """Token ids, int64 [batch], where a step leaves those that the next one may begin with."""
         return self._views.tokens
 
+    def rules(self, size: int) -> torch.Tensor:
+        """float64 [size, 5]: how to choose each row's token (``ops.records.Rule``)."""
+        return self._views.rules[:size]
+
     def fill(
         self,
         chunks: Sequence[ScheduledChunk],
         size: int,
         opened: Sequence[OpenChunk] = (),
+        rules: Sequence[Rule] | None = None,
         *,
         ahead: bool = False,
     ) -> None:
@@ -97,6 +102,7 @@ class DecodeInputs:
         The step that was sent ``IMAGES`` calls ago must be done.
 
         opened: the open page of each chunk, where pages are sealed.
+        rules: how to choose each chunk's token; None: greedily.
         ahead: the tokens are those that the step before leaves in ``tokens``.
         """
         self._images.append(self._images.pop(0))
@@ -111,6 +117,7 @@ class DecodeInputs:
             host.slots[row] = chunk.block_ids[used - 1] * block_tokens + place
             host.contexts[row] = chunk.start + 1
             host.valid[row] = True
+            host.rules[row] = GREEDY_RULE if rules is None else rules[row]
             if self._sealed:
                 (slot,) = opened[row].slots
                 host.open_rows[row] = slot * block_tokens + place
@@ -148,7 +155,7 @@ class _Image:
 class _Layout:
     """Where the parts lie: for each, bytes of a row."""
 
-    WIDTHS = (8, 8, 8, 4, 1, 8, 4, 12)  # in the order of ``_Views``, block tables left out
+    WIDTHS = (8, 8, 8, 4, 1, 8, 4, 12, 40)  # in the order of ``_Views``, block tables left out
 
     def __init__(self, batch: int, max_blocks: int) -> None:
         self.batch = batch
@@ -167,7 +174,7 @@ class _Layout:
 class _Views:
     """Typed views of one block of inputs: int64 tokens, positions, slots [B]; int32 context lengths [B];
     bool, rows that count [B]; of open pages int64 rows [B], int32 slots [B, 1], int32 seals [B, 3];
-    int32 block tables [B, blocks]."""
+    float64 rules [B, 5]; int32 block tables [B, blocks]."""
 
     def __init__(self, data: torch.Tensor, layout: _Layout) -> None:
         batch = layout.batch
@@ -184,8 +191,9 @@ class _Views:
         self.open_rows = part(5, torch.int64)
         self.open_pages = part(6, torch.int32).view(batch, 1)
         self.seals = part(7, torch.int32, 3).view(batch, 3)
+        self.rules = part(8, torch.float64, 5).view(batch, 5)
         columns = layout.row_nbytes // 4
-        self.tables = part(8, torch.int32, columns).view(batch, columns)
+        self.tables = part(9, torch.int32, columns).view(batch, columns)
 
 
 class _HostRows:
@@ -196,7 +204,7 @@ class _HostRows:
         self.slots, self.contexts = views.slots.numpy(), views.contexts.numpy()
         self.valid, self.tables = views.valid.numpy(), views.tables.numpy()
         self.open_rows, self.open_pages = views.open_rows.numpy(), views.open_pages.numpy()
-        self.seals = views.seals.numpy()
+        self.seals, self.rules = views.seals.numpy(), views.rules.numpy()
 
     def fill_padding(self, rows: slice, block: int, block_tokens: int) -> None:
         """Rows that stand for nobody: token 0 at position 0, alone in a block of nobody's."""
@@ -209,6 +217,7 @@ class _HostRows:
         self.open_rows[rows] = SCRATCH_OPEN_SLOT * block_tokens
         self.open_pages[rows] = SCRATCH_OPEN_SLOT
         self.seals[rows] = _NO_SEAL
+        self.rules[rows] = NO_RULE
 
 
 def _aligned(nbytes: int) -> int:

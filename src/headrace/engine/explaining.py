@@ -13,6 +13,7 @@ from headrace.core.errors import ConfigError, InternalError, MachineError
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams
 from headrace.core.status import EngineInfo
 from headrace.core.step import StepStats
+from headrace.core.words import counted
 from headrace.engine.expert_prediction import CachedExperts, expert_seconds, lateness
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
@@ -123,7 +124,7 @@ def check_workload(info: EngineInfo, workload: Workload) -> None:
     if workload.prompt + workload.steps > context:
         raise ConfigError(
             f"--prompt-tokens {workload.prompt} and --steps {workload.steps} do not fit the context of "
-            f"{context} tokens",
+            f"{counted(context, 'token')}",
             hint="give fewer, or a larger --context",
             param="--prompt-tokens",
         )

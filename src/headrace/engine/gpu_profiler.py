@@ -239,7 +239,8 @@ class GpuStepProfiler(StepProfiler):
                 labels.clear()
                 self._marks.begin()
                 outputs = work()
-                self._mark(leaf.SAMPLING)
+                if not self._entered:  # else the choice of tokens, which comes last, has its mark
+                    self._mark(leaf.SAMPLING)
                 return outputs
 
             return bracketed

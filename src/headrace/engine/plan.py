@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
+from headrace.core.words import counted
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
 from headrace.engine.plan_memory import Layout, Workload, fewer_at_once, lay_out
 from headrace.experts.chunk_choice import (
@@ -153,7 +154,7 @@ def _check(spec: PlanSpec, workload: Workload) -> None:
             )
     if workload.prompt > workload.context:
         raise ConfigError(
-            f"--prompt is {workload.prompt:,} tokens and --context {workload.context:,}",
+            f"--prompt is {counted(workload.prompt, 'token', form=',')} and --context {workload.context:,}",
             hint="the prompt is a part of the context",
             param="--prompt",
         )

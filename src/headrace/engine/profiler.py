@@ -42,6 +42,7 @@ OP_CLASSES = {
     "router_topk": leaf.ROUTER,
     "route": leaf.ROUTER,
     "moe": leaf.EXPERTS_GPU,
+    "sample": leaf.SAMPLING,
 }
 # A block's plain product is its last part.
 BLOCK_PRODUCTS = {

@@ -28,6 +28,8 @@ from headrace.engine.sequence import Group, Sequence
 from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
 
+__all__ = ["Finished", "Scheduler", "SchedulerConfig", "SchedulerCounters"]
+
 
 class Scheduler:
     """Continuous batching over one block pool."""
@@ -52,6 +54,8 @@ class Scheduler:
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}  # in order of arrival
         self._waiting: list[Sequence] = []  # in order of arrival
+        # Whom the last plan had no room for, and the blocks that it could have had.
+        self._refused: tuple[Sequence, int] | None = None
         self._plans: list[StepPlan] = []  # not committed yet: one, and one on top of it at most
         self._next_seq_id = 0
 
@@ -145,7 +149,7 @@ class Scheduler:
             return None
         copies: list[tuple[int, int]] = []
         chunks: list[ScheduledChunk] = []
-        preempted = self.counters.preemptions
+        preempted, self._refused = self.counters.preemptions, None
         for seq in [s for s in self._running.values() if s.num_remaining == 1]:
             if seq.seq_id in self._running and self._make_room(seq, 1, copies):
                 chunks.append(self._chunk(seq, 1))
@@ -173,13 +177,13 @@ class Scheduler:
         Its tokens are those that the device will have chosen, row by row in the same order: the host
         does not know them (``UNKNOWN``). A sequence that ends meanwhile has a row for nothing.
 
-        None where what comes next is not certain beforehand: somebody could be admitted, a prompt is
+        None where what comes next is not certain beforehand: somebody might be admitted, a prompt is
         not computed yet, a sequence reaches its limit or was aborted, siblings wait for their prompt, or
         a position has no block that could be written to without taking one from somebody.
         """
         if len(self._plans) != 1 or len(self._plans[0].chunks) != len(self._running):
             return None
-        if self._waiting and len(self._running) < self.config.max_num_seqs:
+        if self._could_admit():
             return None
         plan, rows = self._plans[0], list[Sequence]()
         for chunk in plan.chunks:
@@ -199,6 +203,15 @@ class Scheduler:
         )
         self._plans.append(StepPlan(plan.step + 1, tuple(chunks), ahead=True))
         return self._plans[-1]
+
+    def _could_admit(self) -> bool:
+        """Whether the next plan might admit somebody, as far as that can be told without trying."""
+        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return False
+        # Who is refused holds up all who came later; and there is no more room than there was.
+        if self._refused is None or self._refused[0] not in self._waiting:
+            return True
+        return self.tables.pool.num_available > self._refused[1]
 
     def concerns(self, plan: StepPlan) -> bool:
         """Whether a sequence of the plan is still served."""
@@ -287,6 +300,7 @@ class Scheduler:
                 position += 1
                 continue
             if not self._place(seq, copies):
+                self._refused = seq, self.tables.pool.num_available
                 return
             del self._waiting[position]
             self._run(seq)

@@ -1,4 +1,4 @@
-"""The scheduler's limits and what it tells."""
+"""What a scheduler is told, what it counts, and what it says of sequences that end."""
 
 from __future__ import annotations
 

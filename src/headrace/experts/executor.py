@@ -24,7 +24,7 @@ from headrace.experts.chunk import Rows
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
-from headrace.experts.split import PathRates, split_table
+from headrace.experts.split import PathRates, opened, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 # Tokens of a step that is guessed: what was measured. The kernels take more.
 FORESEEN_TOKENS = 1
+
+# Fetches of a layer that the CPU may take while they travel. Of experts in five slices.
+MOST_OPEN = 2
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
@@ -45,6 +48,7 @@ class ExecutorShape:
 
     max_tokens: of a decoding step; top_k: experts of a token; num_slots: slices that the cache holds
     max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16
+    max_open: fetches of a split layer that the CPU may take while they travel, up to 4
     """
 
     placement: Placement
@@ -52,6 +56,7 @@ class ExecutorShape:
     top_k: int
     num_slots: int
     max_prefetch: int = 0
+    max_open: int = 0
 
     def plan_shape(self, store: HostStore) -> PlanShape:
         """The plan's sizes.
@@ -76,6 +81,7 @@ class ExecutorShape:
             max_fetch=fetch,
             window=value_constants(store.num_layers, slices).window,
             max_prefetch=self.max_prefetch if fetch else 0,
+            max_open=self.max_open if fetch and self.placement == "hybrid" else 0,
         )
 
     def max_missing(self, store: HostStore) -> int:
@@ -133,6 +139,11 @@ class HybridExecutor:
         self.early = True
         self.foreseen_tokens = min(FORESEEN_TOKENS, shape.max_tokens)
         self._ahead, self._early_guess = device.event(), device.event()
+        # A single token's x goes to the CPU and into halves while the router is asked.
+        self.publishes = True
+        self._beside = device.stream()
+        self._normed, self._published = device.event(), device.event()
+        self._given: tuple[int, torch.Tensor] | None = None
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._routers: dict[int, RouterView] = {}
         self._foreseen = -1  # the layer that was guessed early
@@ -147,6 +158,27 @@ class HybridExecutor:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """See ``layers.moe.MixtureExecutor``."""
+        return self._computed(layer, x, ids, weights, None)
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``layers.moe.AddsResidual``."""
+        return self._computed(layer, x, ids, weights, residual)
+
+    def _computed(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
         tokens = x.shape[0]
         if tokens > self.shape.max_tokens:
             if self._prefill is None:
@@ -154,12 +186,16 @@ class HybridExecutor:
                     f"{tokens} tokens at once, this executor takes {self.shape.max_tokens}",
                     hint="give a smaller --max-batch-tokens",
                 )
-            return self._prefill(layer, x, ids, weights)
+            out = self._prefill(layer, x, ids, weights)
+            return out if residual is None else out.add_(residual)
         paths = self.paths
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        if layer == 0:
-            paths.begin_step()
-        paths.prepare(x)
+        given, self._given = self._given, None
+        published = given is not None and given[0] == layer and given[1] is x
+        if not published:
+            if layer == 0:
+                paths.begin_step()
+            paths.prepare(layer, x)
         paths.plan(layer, ids, weights)
         if self._fetches:
             self._fork.record()
@@ -167,6 +203,8 @@ class HybridExecutor:
             with self.device.use(self._side):
                 paths.gather(layer)
                 self._join.record()
+        if published:
+            self._published.wait()
         if self.plan_shape.num_slots:
             paths.hits(x)
         self._foresee_next(layer)
@@ -175,7 +213,7 @@ class HybridExecutor:
             self._guessed = None
             paths.fetched(x)
         paths.await_cpu()
-        return paths.combine(tokens)
+        return paths.combine(tokens, None if residual is None else residual.contiguous())
 
     def add_to(
         self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
@@ -200,6 +238,19 @@ class HybridExecutor:
         with self.device.use(self._side):
             guessed = self.paths.guess(self._guessed, router)
             self.paths.prefetch(layer, guessed, router.top_k, valid)
+
+    def normed(self, layer: int, x: torch.Tensor) -> None:
+        """See ``layers.moe.Foresight``."""
+        if not self.publishes or x.shape[0] != 1 or not x.is_contiguous():
+            return
+        if layer == 0:
+            self.paths.begin_step()
+        self._normed.record()
+        self._beside.wait_event(self._normed)
+        with self.device.use(self._beside):
+            self.paths.publish(layer, x)
+            self._published.record()
+        self._given = (layer, x)
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         """See ``layers.moe.Foresight``."""
@@ -251,8 +302,8 @@ class HybridExecutor:
     def set_table(self, table: tuple[int, ...]) -> None:
         """Fetch ``table[m]`` of m missing slices from now on; between steps. Captured graphs follow."""
         self.table = table
-        none = (0,) * len(table)
-        self.paths.set_split([table if able else none for able in self.can_fetch])
+        none, own = (0,) * len(table), opened(table, self.plan_shape.max_open)
+        self.paths.set_split([own if able else none for able in self.can_fetch])
 
     def fill(self) -> None:
         """Fill the slots before the first step, expert by expert over all layers alike.

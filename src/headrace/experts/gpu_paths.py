@@ -75,6 +75,8 @@ class GpuPaths:
             max_prefetch=shape.max_prefetch,
             slice_nbytes=store.layout.slice_nbytes,
             prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
+            max_open=shape.max_open,
+            numbered=block is not None and fields.ready_parts > 0,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
@@ -95,6 +97,9 @@ class GpuPaths:
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
                 abort=fields.abort // _WORD,
+                taken=fields.taken // _WORD,
+                pace=fields.pace // _WORD,
+                ready=fields.ready // _WORD,
                 x=fields.x // _WORD,
                 out=fields.out // _WORD,
             ),
@@ -119,8 +124,11 @@ class GpuPaths:
     ) -> None:
         self._ahead.prefetch(layer, guessed, top_k, valid)
 
-    def prepare(self, x: torch.Tensor) -> None:
-        self.launcher.prepare(x)
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
+        self.launcher.prepare(x, layer)
+
+    def publish(self, layer: int, x: torch.Tensor) -> None:
+        self.launcher.prepare(x, layer, beside=True)
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer
@@ -138,8 +146,8 @@ class GpuPaths:
     def await_cpu(self) -> None:
         self.launcher.await_cpu()
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        return self.launcher.combine(num_tokens)
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return self.launcher.combine(num_tokens, residual)
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
         rows = torch.tensor([list(table) for table in tables], dtype=torch.int32)
@@ -180,7 +188,8 @@ class GpuPaths:
         return self._counts_of(totals.tolist())
 
     def _counts_of(self, totals: list[int]) -> ExpertCounts:
-        hits, fetched, computed, layers, _, admitted, *_ = totals
+        hits, planned, computed, layers, _, admitted, _, fetched, *_ = totals
+        computed += planned - fetched  # what the CPU took
         fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
         chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(

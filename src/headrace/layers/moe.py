@@ -54,10 +54,30 @@ class Foresight(Protocol):
         mixture's call must follow."""
         ...
 
+    def normed(self, layer: int, x: torch.Tensor, /) -> None:
+        """x as the mixture's call will have it, float32 [T, D] of any length, before its router is asked; that
+        call must follow."""
+        ...
+
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None, /) -> None:
         """Just before the mixture's call, of any length: x is the state after the layer's attention,
         before its norm."""
         ...
+
+
+@runtime_checkable
+class AddsResidual(Protocol):
+    """An executor that adds the layer's residual, float32 [T, D], to its sum for nothing; else it is ``__call__``."""
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+        /,
+    ) -> torch.Tensor: ...
 
 
 class InMemoryExperts:
@@ -139,6 +159,8 @@ class Mixture:
 
         valid: bool [T], False for rows that no expert is to be computed for; None: all of them.
         """
+        if self._foresight is not None:
+            self._foresight.normed(self._index, x)
         ids, weights = self._router(x)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)
@@ -146,7 +168,10 @@ class Mixture:
             self.on_routing(self._layer, ids)
         if self._foresight is not None:
             self._foresight.attended(self._index, residual, valid)
-        out = self._experts(self._index, x, ids, weights).add_(residual)
+        if isinstance(self._experts, AddsResidual):
+            out = self._experts.with_residual(self._index, x, ids, weights, residual)
+        else:
+            out = self._experts(self._index, x, ids, weights).add_(residual)
         if self.on_computed is not None:
             self.on_computed()
         return out

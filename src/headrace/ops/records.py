@@ -199,3 +199,10 @@ class ExpertWeights:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+# How a token is chosen, five numbers of a row: temperature (0: the largest logit, -1: not at all), min_p,
+# top_k (0: off), top_p, and the uniform number in [0, 1) that picks.
+Rule = tuple[float, float, float, float, float]
+GREEDY_RULE: Rule = (0.0, 0.0, 0.0, 1.0, 0.0)
+NO_RULE: Rule = (-1.0, 0.0, 0.0, 1.0, 0.0)

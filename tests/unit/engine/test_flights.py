@@ -140,8 +140,29 @@ def test_the_last_word_of_a_cancelled_request_waits_for_no_step():
     assert not engine.has_work()
 
 
+def test_sampled_tokens_are_run_ahead_of_and_are_the_hosts():
+    engine, _ = late_engine()
+    requests = [
+        make_request("greedy", PROMPT, max_tokens=12),
+        make_request("drawn", [70], max_tokens=9, temperature=1.0, seed=3),
+        make_request("cut", [71, 72], max_tokens=7, temperature=0.8, top_k=9, top_p=0.9, seed=4),
+    ]
+    for request in requests:
+        engine.submit(request)
+    found, ahead = Collected(), 0
+    while engine.has_work():
+        found.take(engine.step())
+        ahead += bool(engine._flights)
+    assert ahead >= 6  # those behind which nobody ends by length
+    for request in requests:
+        alone = toy_engine()
+        alone.submit(request)
+        expected = drain(alone)[(request.request_id, 0)].token_ids
+        assert found[(request.request_id, 0)].token_ids == expected
+
+
 @pytest.mark.parametrize(
-    "params", [{"temperature": 1.0, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.2}]
+    "params", [{"temperature": 1e-4, "seed": 3}, {"logprobs": 1}, {"repetition_penalty": 1.2}]
 )
 def test_what_the_host_chooses_is_not_run_ahead_of(params):
     engine, _ = late_engine()
@@ -196,6 +217,27 @@ def test_nobody_runs_ahead_into_a_block_that_would_have_to_be_taken():
     assert engine.snapshot().preemptions_total > 0
     for name, prompt in (("a", PROMPT), ("b", [70, 71])):
         assert found[(name, 0)].token_ids == answer(toy_engine(), prompt, max_tokens=12).token_ids
+
+
+def test_steps_run_ahead_while_somebody_waits_for_room():
+    """Of four blocks a has three and one stays free for it: b's two are there once a has ended."""
+    engine, _ = late_engine(num_blocks=4, block_tokens=4, max_num_seqs=2, prefix_cache=False)
+    requests = [
+        make_request("a", range(9), max_tokens=4),
+        make_request("b", range(5), max_tokens=4),
+    ]
+    found = started(engine, requests[0], tokens=1)
+    engine.submit(requests[1])
+    flying = []
+    while ("b", 0) not in found:
+        assert engine.has_work()
+        found.take(engine.step())
+        flying.append((engine.snapshot().waiting, len(engine._flights)))
+    # The plan after b came finds no room; two more follow ahead of it, up to a's last token.
+    assert flying[:3] == [(1, 1), (1, 1), (1, 0)]
+    drain(engine, found)
+    for name, prompt in (("a", range(9)), ("b", range(5))):
+        assert found[(name, 0)].token_ids == answer(toy_engine(), prompt, max_tokens=4).token_ids
 
 
 class Broken(ToyDecoder):

@@ -89,7 +89,7 @@ def captured(parts):
     graphs.capture()
     ran = []
     work = graphs.run
-    graphs.run = lambda chunks, opened: ran.append(len(chunks)) or work(chunks, opened)
+    graphs.run = lambda chunks, *rest: ran.append(len(chunks)) or work(chunks, *rest)
     return Engine(replace(parts, scheduler=scheduler, graphs=graphs)), ran
 
 
