@@ -117,9 +117,10 @@ def test_source_computes_float64(
     x_halves = _halves(x)
     h_halves = torch.zeros(4, 2, inner, dtype=torch.float16)
     partial = torch.full((4, slices, hidden), torch.nan)
-    done = torch.zeros(len(entries) + 1, dtype=torch.int32)
+    done = torch.zeros(len(entries) + 3, dtype=torch.int32)
     tensors = (
-        slabs, entries, counts, pair_token, pair_weight, x_halves, h_halves, partial, done[1:], done,
+        slabs, entries, counts, pair_token, pair_weight, x_halves, h_halves, partial, done[3:],
+        done[1:], done,
     )  # fmt: skip
     call = whole._Call(*(t.data_ptr() for t in tensors), 1, len(entries))
     library.run(ctypes.byref(call), blocks)

@@ -33,12 +33,21 @@ typedef unsigned long long u64;
 #define SUMS 2               // that the products of a unit go into in turn: each waits for the one before in its sum
 #define MOST_THREADS 512     // keeps registers to 128, so that small kernels fit beside this one
 
+#define CHUNKS ((TILES2 + CHUNK - 1) / CHUNK)
+#define H_NBYTES (WIDTH * 2)
+#define ENTRIES 32  // that a block keeps at hand
+#define END -1      // instead of a piece of work
+constexpr int DOWN_UNITS_AT_ONCE = UNROLL2;
+
 struct Shared {
     alignas(128) u8 stage[STAGES][STAGE];
     u8 beyond[BEYOND];
+    alignas(128) u16 h[STAGES][2][WIDTH];  // of a run of down's first pair
     float4 sums[RESULTS][WARPS][16];  // of each warp, of four lanes: gates, then ups
     float biases[RESULTS][16];
-    u64 full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS], polled;
+    int4 entries[ENTRIES];
+    int work[STAGES], sums_of[RESULTS];
+    u64 known[STAGES], full[STAGES], h_full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS];
 };
 static_assert(sizeof(Shared) <= SHARED_NBYTES, "the launch must ask for as much as there is");
 
@@ -84,14 +93,19 @@ __device__ __forceinline__ void bulk_copy(void* to, const u8* from, u32 nbytes, 
         : "memory");
 }
 
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 nbytes, u64& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(address(to)), "l"(from), "r"(nbytes), "r"(address(&barrier))
+                 : "memory");
+}
+
+// What this thread may read, bulk copies that it starts later may read, too.
+__device__ __forceinline__ void copies_see_memory() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+__device__ __forceinline__ uint4 far_load(const uint4* p) { return __ldcg(p); }
+
 // Ask for the line of an address before somebody waits for it: from memory, or from the second-level cache.
 __device__ __forceinline__ void ask(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-__device__ __forceinline__ void touch(const void* p) {
-    u32 word;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
-    (void)word;
-}
 
 // Add to *p, after everything that this thread, or one that it has met at a barrier, wrote before.
 __device__ __forceinline__ void add_released(int* p, int more) {
@@ -164,13 +178,13 @@ __device__ __forceinline__ void words_of(u32* words, uint4 q) {
 
 // A unit of an activation's halves, from ``block`` on: this lane's part of the product's columns. Columns 2 t and
 // 2 t + 1 hold both terms of what lane t of four multiplies, and are zero in the others' rows.
-template <int BLOCKS>
+template <int BLOCKS, bool FAR = false>
 __device__ __forceinline__ void load_halves(u32 (&b)[16], const u16* halves, int stride, int first) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, block = first + t;
     bool mine = g / 2 == t && block < BLOCKS;
     const uint4* at = (const uint4*)(halves + g % 2 * stride + block * 32);
 #pragma unroll
-    for (int i = 0; i < 4; i++) words_of(b + 4 * i, mine ? at[i] : make_uint4(0, 0, 0, 0));
+    for (int i = 0; i < 4; i++) words_of(b + 4 * i, !mine ? make_uint4(0, 0, 0, 0) : FAR ? far_load(at + i) : at[i]);
 }
 
 // Add a unit of rows 2 g and 2 g + 1 of a tile, from ``block`` on, times those halves. Beyond a row's end are other

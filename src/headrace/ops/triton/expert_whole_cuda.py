@@ -22,7 +22,7 @@ SOURCES = ("expert_whole.cuh", "expert_whole.cu")
 CAPABILITY = (9, 0)  # bulk copies, programmatic dependent launch
 BLOCK, ROWS = 32, 16  # weights of a scale, rows of a tile
 UNIT = 4 * BLOCK  # columns that four lanes take at a time
-RESULTS, BEYOND = 4, 64  # of the source
+RESULTS, BEYOND, ENTRIES = 4, 64, 32  # of the source
 # Of a row, for each warp: activations that it holds are 16 registers a unit. Of a whole row: instructions.
 MOST_UNITS, MOST_UNITS_OF_ROW = 3, 12
 LEAST_STAGES = 3
@@ -43,6 +43,9 @@ class Shape:
 
     warps: int = 8
     stages: int = 6
+    depth: int = 4
+    own_percent: int = 75
+    unroll: int = 5
 
 
 class _Call(ctypes.Structure):
@@ -51,7 +54,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "arena", "entries", "counts", "pair_token", "pair_weight", "x", "h", "partial", "done",
-            "passed",
+            "drawn", "passed",
         )),
         ("which", ctypes.c_int), ("most", ctypes.c_int),
     )  # fmt: skip
@@ -71,9 +74,11 @@ def shared_nbytes(geometry: SliceGeometry, shape: Shape) -> int:
     """Bytes of the kernel's ``Shared``."""
     gate_up, down = (_tile_nbytes(k, geometry.has_bias) for k in (geometry.hidden, geometry.width))
     stage = _up(max(gate_up, chunk_of(geometry) * down))
-    barriers = 2 * (shape.stages + RESULTS) + 1
+    h = shape.stages * 2 * geometry.width * 2
+    barriers = 4 * shape.stages + 2 * RESULTS
     sums = RESULTS * ROWS * 4 * (4 * shape.warps + 1)
-    return _up(shape.stages * stage + BEYOND + sums + 8 * barriers)
+    entries = ENTRIES * 16 + 4 * (shape.stages + RESULTS)
+    return _up(shape.stages * stage + BEYOND + 128 + h + sums + entries + 8 * barriers)
 
 
 def _up(nbytes: int) -> int:
@@ -108,7 +113,8 @@ def defines(
         f"ALPHA={float(act.alpha)}f", f"LIMIT={float(act.limit)}f",
         f"WARPS={shape.warps}", f"STAGES={shape.stages}", f"CHUNK={chunk_of(g)}",
         f"SHARED_NBYTES={shared_nbytes(g, shape)}",
-        f"PATIENCE_NS={patience_ns}",
+        f"PATIENCE_NS={patience_ns}", f"DEPTH={min(shape.depth, shape.stages)}",
+        f"OWN_PERCENT={shape.own_percent}", f"UNROLL2={shape.unroll}",
     )  # fmt: skip
 
 
@@ -173,7 +179,7 @@ class WholeExperts:
         self._state, self._arena, self._blocks = state, arena, blocks
         self._x, self._h, self._partial = x_halves, h_halves, partial
         most = max(state.hits.shape[0], state.fetches.shape[0])
-        self._done = torch.zeros(most + 1, dtype=torch.int32, device=arena.device)
+        self._done = torch.zeros(most + 3, dtype=torch.int32, device=arena.device)
 
     def compute(self, entries: torch.Tensor, which: int, *, overlaps: bool) -> None:
         """partial = weight * (down act(gate x, up x) + bias) of ``counts[which]`` entries.
@@ -183,7 +189,7 @@ class WholeExperts:
         s = self._state
         tensors = (
             self._arena, entries, s.counts, s.pair_token, s.pair_weight, self._x, self._h,
-            self._partial, self._done[1:], self._done,
+            self._partial, self._done[3:], self._done[1:], self._done,
         )  # fmt: skip
         call = _Call(*(t.data_ptr() for t in tensors), which, len(entries))
         threads = 32 * self._shape.warps + 64
