@@ -39,7 +39,7 @@ extern "C" void run(const Call* call, int blocks) {
     kernel = [] { expert_whole(the_call); };
     for (int i = 0; i < blocks; i++) {
         blockIdx = {i, 0, 0};
-        run_block(32 * WARPS + 64);
+        run_block(32 * WARPS + 96);
     }
 }
 """

@@ -37,7 +37,8 @@ struct Call {
 // equal shares of the memory's rate, and all must end at once.
 struct Shares {
     int total, own;
-    __device__ __forceinline__ Shares(int total) : total(total), own(total * OWN_PERCENT / 100 / (int)gridDim.x) {}
+    __device__ __forceinline__ Shares(int total, int percent)
+        : total(total), own(total * percent / 100 / (int)gridDim.x) {}
     __device__ __forceinline__ int at(int i, int drawn) const {
         return i < own ? (int)blockIdx.x * own + i : own * (int)gridDim.x + drawn;
     }
@@ -98,7 +99,7 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh) {
         barrier_arrive(sh.full[i % STAGES]);
         i++;
     };
-    Shares one(count * TILES1), two(count * CHUNKS);
+    Shares one(count * TILES1, OWN_GATE_UP), two(count * CHUNKS, OWN_DOWN);
     int drawn = atomicAdd(call.drawn, 1);
     for (int k = 0;; k++, i++) {
         int work = one.at(k, drawn);
@@ -144,16 +145,16 @@ __device__ __forceinline__ void close_tile(const Call& call, Shared& sh, int pla
     __syncwarp();
 }
 
-// The closing warp, while there are tiles of gate and up; how many there were.
-__device__ __forceinline__ int close(const Call& call, Shared& sh) {
-    int lane = threadIdx.x % 32, step = 0, current = -1, mine = 0, tiles = 0;
+// The closing warp.
+__device__ __forceinline__ void close(const Call& call, Shared& sh) {
+    int lane = threadIdx.x % 32, step = 0, current = -1, mine = 0;
     int4 entry = make_int4(0, 0, 0, 0);
-    for (;; tiles++) {
+    for (;;) {
         barrier_wait(sh.sums_full[step % RESULTS], step / RESULTS & 1);
         int work = sh.sums_of[step % RESULTS];
         if (work == END || work / TILES1 != current) {
             if (mine && lane == 0) add_released(call.done + current, mine);
-            if (work == END) return tiles;
+            if (work == END) break;
             current = work / TILES1;
             entry = entry_of(call, sh, current);
             mine = 0;
@@ -164,6 +165,8 @@ __device__ __forceinline__ int close(const Call& call, Shared& sh) {
         }
         mine++;
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(sh.closed);
 }
 
 // This warp's columns of the block's tiles of gate and up; how many stages they took.
@@ -260,15 +263,18 @@ __device__ __forceinline__ void await_tiles(const Call& call, int index, int4 en
     __syncwarp();
 }
 
-// The closing warp afterwards: brings each run's h. ``i``: stages used so far.
-__device__ __forceinline__ void bring_h(const Call& call, Shared& sh, int i) {
-    int lane = threadIdx.x % 32, current = -1;
+// The warp that brings each run's h, as soon as it is there.
+__device__ __forceinline__ void bring_h(const Call& call, Shared& sh) {
+    int lane = threadIdx.x % 32, current = -1, ends = 0;
     int4 entry = make_int4(0, 0, 0, 0);
-    for (;; i++) {
+    for (int i = 0;; i++) {
         int stage = i % STAGES;
         barrier_wait(sh.known[stage], i / STAGES & 1);
         int work = sh.work[stage];
-        if (work == END) break;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(sh.free[stage]);
+        if (work == END && ++ends == 2) break;
+        if (work == END || ends == 0) continue;
         Run run = run_of(work);
         if (run.entry != current) {
             current = run.entry;
@@ -284,6 +290,7 @@ __device__ __forceinline__ void bring_h(const Call& call, Shared& sh, int i) {
         }
         __syncwarp();
     }
+    barrier_wait(sh.closed, 0);
     if (lane == 0 && atomicAdd(call.passed, 1) == (int)gridDim.x - 1) {  // nobody reads them any more
         int count = call.counts[call.which];
         for (int k = 0; k < count; k++) call.done[k] = 0;
@@ -336,7 +343,7 @@ __device__ __forceinline__ void ask_ahead(const Call& call) {
     int i = threadIdx.x;
     if (i == 32) ask(call.pair_token);
     if (i == 33) ask(call.pair_weight);
-    for (int k = i * 64; k < 2 * HIDDEN; k += (32 * WARPS + 64) * 64) ask(call.x + k);
+    for (int k = i * 64; k < 2 * HIDDEN; k += (32 * WARPS + 96) * 64) ask(call.x + k);
 }
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) expert_whole(const __grid_constant__ Call call) {
@@ -348,12 +355,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) expert_whole(const
             barrier_init(sh.known[i], 1);
             barrier_init(sh.full[i], 1);
             barrier_init(sh.h_full[i], 1);
-            barrier_init(sh.free[i], WARPS);
+            barrier_init(sh.free[i], WARPS + 1);
         }
         for (int i = 0; i < RESULTS; i++) {
             barrier_init(sh.sums_full[i], WARPS);
             barrier_init(sh.sums_free[i], 1);
         }
+        barrier_init(sh.closed, 1);
         barriers_are_set_up();
     }
     __syncthreads();
@@ -362,8 +370,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) expert_whole(const
     if (warp == WARPS) {
         fetch(call, sh);
     } else if (warp == WARPS + 1) {
-        int tiles = close(call, sh);
-        bring_h(call, sh, tiles + 1);
+        close(call, sh);
+    } else if (warp == WARPS + 2) {
+        bring_h(call, sh);
     } else {
         int stages = multiply_gate_up(call, sh);
         multiply_down(call, sh, stages);

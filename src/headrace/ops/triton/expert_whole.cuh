@@ -48,6 +48,7 @@ struct Shared {
     int4 entries[ENTRIES];
     int work[STAGES], sums_of[RESULTS];
     u64 known[STAGES], full[STAGES], h_full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS];
+    u64 closed;
 };
 static_assert(sizeof(Shared) <= SHARED_NBYTES, "the launch must ask for as much as there is");
 

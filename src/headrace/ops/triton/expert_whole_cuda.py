@@ -44,7 +44,8 @@ class Shape:
     warps: int = 8
     stages: int = 6
     depth: int = 4
-    own_percent: int = 75
+    own_gate_up: int = 75
+    own_down: int = 0
     unroll: int = 5
 
 
@@ -75,7 +76,7 @@ def shared_nbytes(geometry: SliceGeometry, shape: Shape) -> int:
     gate_up, down = (_tile_nbytes(k, geometry.has_bias) for k in (geometry.hidden, geometry.width))
     stage = _up(max(gate_up, chunk_of(geometry) * down))
     h = shape.stages * 2 * geometry.width * 2
-    barriers = 4 * shape.stages + 2 * RESULTS
+    barriers = 4 * shape.stages + 2 * RESULTS + 1
     sums = RESULTS * ROWS * 4 * (4 * shape.warps + 1)
     entries = ENTRIES * 16 + 4 * (shape.stages + RESULTS)
     return _up(shape.stages * stage + BEYOND + 128 + h + sums + entries + 8 * barriers)
@@ -114,7 +115,8 @@ def defines(
         f"WARPS={shape.warps}", f"STAGES={shape.stages}", f"CHUNK={chunk_of(g)}",
         f"SHARED_NBYTES={shared_nbytes(g, shape)}",
         f"PATIENCE_NS={patience_ns}", f"DEPTH={min(shape.depth, shape.stages)}",
-        f"OWN_PERCENT={shape.own_percent}", f"UNROLL2={shape.unroll}",
+        f"OWN_GATE_UP={shape.own_gate_up}", f"OWN_DOWN={shape.own_down}",
+        f"UNROLL2={shape.unroll}",
     )  # fmt: skip
 
 
@@ -192,5 +194,5 @@ class WholeExperts:
             self._partial, self._done[3:], self._done[1:], self._done,
         )  # fmt: skip
         call = _Call(*(t.data_ptr() for t in tensors), which, len(entries))
-        threads = 32 * self._shape.warps + 64
+        threads = 32 * self._shape.warps + 96
         self._kernel.launch((self._blocks, 1, 1), threads, call, overlaps=overlaps)
