@@ -100,10 +100,11 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh) {
         i++;
     };
     Shares one(count * TILES1, OWN_GATE_UP), two(count * CHUNKS, OWN_DOWN);
-    int drawn = atomicAdd(call.drawn, 1);
+    // A draw takes most of a microsecond: each is asked for a piece ahead, and the first not at the start.
+    int drawn = one.own ? 0 : atomicAdd(call.drawn, 1);
     for (int k = 0;; k++, i++) {
         int work = one.at(k, drawn);
-        if (k >= one.own) drawn = atomicAdd(call.drawn, 1);
+        if (k + 1 >= one.own) drawn = atomicAdd(call.drawn, 1);
         if (work >= one.total) break;
         int tile = work % TILES1;
         claim(work, work / TILES1);
@@ -113,10 +114,10 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh) {
         if (HAS_BIAS) bring(CODES1 + SCALES1, GATE_UP_BIAS + tile * BIAS, BIAS);
     }
     end();
-    drawn = atomicAdd(call.drawn + 1, 1);
+    drawn = two.own ? 0 : atomicAdd(call.drawn + 1, 1);
     for (int k = 0;; k++, i++) {
         int work = two.at(k, drawn);
-        if (k >= two.own) drawn = atomicAdd(call.drawn + 1, 1);
+        if (k + 1 >= two.own) drawn = atomicAdd(call.drawn + 1, 1);
         if (work >= two.total) break;
         Run run = run_of(work);
         claim(work, run.entry);
