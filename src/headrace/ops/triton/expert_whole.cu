@@ -1,14 +1,17 @@
 // A layer's resident MXFP4 experts in one kernel: gate, up, activation and down of a list of slices.
 //
 // Two kernels cost some 4 us each beyond their bytes: they start, fill, and drain one after the other. Here
-// bytes never stop. Blocks have equal shares of both matrices' tiles of 16 rows, one block to a multiprocessor.
-// - The fetching warp brings tiles of gate and up by bulk copies, then those of down, which need not wait for
-//   the others: they travel while activations are exchanged.
+// bytes never stop. One block to a multiprocessor; a piece of work is a tile of 16 rows of gate and up, or CHUNK
+// tiles of down. Multiprocessors do not get equal shares of the memory's rate (with equal shares of tiles the
+// last ended gate and up 5 us after the first), so blocks draw pieces, in the order of the entries. When the
+// tiles of gate and up are used up, the first entries' h have long been there, and nobody waits for the last.
+// - The fetching warp draws pieces, says which in ``work``, and brings them by bulk copies.
 // - WARPS warps each multiply their columns of every tile of gate and up, with the activation in registers
 //   (expert_halves.py says how products are made), and leave sums.
 // - The closing warp adds them up in a fixed order, applies the activation, stores h, and counts tiles of each
-//   slice that are done.
-// - Then those warps wait until all tiles of a slice are counted, and multiply whole rows of down.
+//   entry that are done.
+// - The bringing warp waits until all tiles of an entry are counted, and copies its h to the pieces of down.
+// - The multiplying warps then take whole rows of down, tiles in turn.
 // No float is added by an atomic, and sums have an order of their own whatever block or slot has the rows, so
 // the same experts give the same bits wherever they lie.
 //
@@ -322,7 +325,7 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, int 
                 for (int u = 0; u < UNITS2; u++) {
                     u32 b[16];
                     if (entry.w == 1) load_halves<BLOCKS2>(b, sh.h[stage][0], WIDTH, u * 4);
-                    else load_halves<BLOCKS2, true>(b, h_of(call, entry, pair), S * WIDTH, u * 4);
+                    else load_halves<BLOCKS2>(b, h_of(call, entry, pair), S * WIDTH, u * 4);
                     add_unit<ROW2, BLOCKS2>(y, codes + k * CODES2, scales + k * SCALES2, b, u * 4);
                 }
                 y = over_four_lanes(y);

@@ -103,8 +103,6 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 nbytes
 // What this thread may read, bulk copies that it starts later may read, too.
 __device__ __forceinline__ void copies_see_memory() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ __forceinline__ uint4 far_load(const uint4* p) { return __ldcg(p); }
-
 // Ask for the line of an address before somebody waits for it: from memory, or from the second-level cache.
 __device__ __forceinline__ void ask(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
@@ -179,13 +177,13 @@ __device__ __forceinline__ void words_of(u32* words, uint4 q) {
 
 // A unit of an activation's halves, from ``block`` on: this lane's part of the product's columns. Columns 2 t and
 // 2 t + 1 hold both terms of what lane t of four multiplies, and are zero in the others' rows.
-template <int BLOCKS, bool FAR = false>
+template <int BLOCKS>
 __device__ __forceinline__ void load_halves(u32 (&b)[16], const u16* halves, int stride, int first) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, block = first + t;
     bool mine = g / 2 == t && block < BLOCKS;
     const uint4* at = (const uint4*)(halves + g % 2 * stride + block * 32);
 #pragma unroll
-    for (int i = 0; i < 4; i++) words_of(b + 4 * i, !mine ? make_uint4(0, 0, 0, 0) : FAR ? far_load(at + i) : at[i]);
+    for (int i = 0; i < 4; i++) words_of(b + 4 * i, mine ? at[i] : make_uint4(0, 0, 0, 0));
 }
 
 // Add a unit of rows 2 g and 2 g + 1 of a tile, from ``block`` on, times those halves. Beyond a row's end are other
