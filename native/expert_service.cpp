@@ -23,6 +23,14 @@ constexpr int kTurns = 256;
 // A sleeping leader's poll: what the first request after a pause waits, against some 20,000 wake-ups a second.
 constexpr std::chrono::microseconds kNap{50};
 
+// From a request to its gate and up rows, if the leader was not there to see it.
+constexpr int64_t kGateBeginsNs = 6000;
+// From the last fetched byte to the sum of what the GPU computed of it, less the answer's way to the GPU (H200 machine).
+constexpr double kFetchedNs = 11000.0;
+// `pace` is seq << 32 | what is left << 16 | a slice, in these nanoseconds.
+constexpr double kLeftNs = 64.0, kSliceNs = 32.0;
+constexpr uint32_t kClosed = 1u << 7;
+
 double seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
 
 void pin(const std::vector<int>& cpus, int worker) {
@@ -39,7 +47,9 @@ struct ExpertService::State {
   State(std::vector<SlabLayout> layer_layouts, std::vector<const uint8_t*> layer_bases, int64_t num_experts, Gate act,
         const ServiceBlock& request_block, const ServiceOptions& service_options)
       : layouts(std::move(layer_layouts)), bases(std::move(layer_bases)), block(request_block), options(service_options),
-        hidden(layouts.at(0).hidden), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {}
+        hidden(layouts.at(0).hidden), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {
+    compute.set_taker([this](const TakeQuestion& q) { return take(q); });
+  }
 
   std::atomic_ref<int32_t> word(int64_t offset) const {
     return std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(block.memory + offset));
@@ -52,6 +62,12 @@ struct ExpertService::State {
   const int64_t hidden;
   ExpertCompute compute;
   int32_t seq = 0;  // of the round at work
+  int64_t open = 0, fetches = 0;  // of its request
+  double slice_ns = 0.0;          // that the GPU last took to fetch one
+  uint32_t prepared = 0;          // the number of the x that is quantised
+  int32_t prepared_layer = -1;
+  std::atomic<int64_t> gate_began{0};
+  std::atomic<Taking> taking{Taking::by_pace};
   Clock::time_point started;
 
   alignas(64) std::atomic<uint32_t> round{0};  // followers wait for its next value
@@ -105,6 +121,35 @@ struct ExpertService::State {
     return true;
   }
 
+  void tell(int64_t taken, bool closed) const {
+    const uint32_t value = static_cast<uint32_t>(seq) << 8 | (closed ? kClosed : 0u) | static_cast<uint32_t>(taken);
+    word(block.taken).store(static_cast<int32_t>(value), std::memory_order_release);
+  }
+
+  // See Taker. One thread at a time.
+  bool take(const TakeQuestion& q) {
+    const Taking which = taking.load(std::memory_order_relaxed);
+    const bool yes = which == Taking::all || (which == Taking::by_pace && ends_first(q));
+    tell(q.taken + (yes ? 1 : 0), !yes || q.taken + 1 == open);
+    return yes;
+  }
+
+  // Whether the CPU would be done with one more item before the GPU is with all that it has left.
+  bool ends_first(const TakeQuestion& q) {
+    const auto spent = static_cast<double>(RoundLog::now() - gate_began.load(std::memory_order_relaxed));
+    const double more = spent * q.more / q.done;
+    const double cpu_ns = more + (spent + more) * q.down_share;
+    const auto pace = std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(block.memory + block.pace)).load(std::memory_order_relaxed);
+    double left_ns = static_cast<double>(fetches) * slice_ns;  // nothing has been fetched yet
+    if (static_cast<uint32_t>(pace >> 32) == static_cast<uint32_t>(seq)) {
+      slice_ns = kSliceNs * static_cast<double>(pace & 0xffff);
+      left_ns = kLeftNs * static_cast<double>((pace >> 16) & 0xffff);
+    }
+    // What was taken since then is not left any more.
+    left_ns -= static_cast<double>(q.taken) * slice_ns;
+    return left_ns > 0.0 && cpu_ns < left_ns + kFetchedNs;
+  }
+
   // What one thread does in round n; false if the thread must end.
   bool work(int worker, uint64_t n) {
     log.note(n, worker, 0);
@@ -124,6 +169,7 @@ struct ExpertService::State {
       } else {
         if (!await([&] { return compute.complete(phase); }, worker == 0)) return false;
         log.note(n, worker, 2 * k + 2);
+        if (worker == 0 && phase == ExpertCompute::kQuantise) gate_began.store(RoundLog::now(), std::memory_order_relaxed);
       }
     }
     arrived.fetch_add(1, std::memory_order_acq_rel);
@@ -139,6 +185,7 @@ struct ExpertService::State {
     const auto size = static_cast<double>(read);
     square_nbytes.store(square_nbytes.load(std::memory_order_relaxed) + size * size, std::memory_order_relaxed);
     nbytes_s.store(nbytes_s.load(std::memory_order_relaxed) + size * static_cast<double>(took) * 1e-9, std::memory_order_relaxed);
+    log.head(n, 0, read);
     log.head(n, 2, RoundLog::now());
     word(block.ack).store(seq, std::memory_order_release);
     answered.store(n, std::memory_order_release);
@@ -162,6 +209,25 @@ struct ExpertService::State {
     return true;
   }
 
+  // The number that all parts of x have, or 0.
+  uint32_t x_number() const {
+    const int32_t first = word(block.ready).load(std::memory_order_acquire);
+    for (int64_t i = 1; i < block.ready_parts; ++i)
+      if (word(block.ready + 4 * i).load(std::memory_order_acquire) != first) return 0;
+    return static_cast<uint32_t>(first);
+  }
+
+  // x comes before the router is asked: the leader quantises it meanwhile.
+  void prepare_x() {
+    if (block.ready_parts == 0 || static_cast<uint32_t>(word(block.ready).load(std::memory_order_relaxed)) == prepared) return;
+    const uint32_t number = x_number();
+    if (number == 0) return;
+    const auto layer = static_cast<size_t>((number - 1) % bases.size());
+    compute.quantise_ahead(layouts[layer], reinterpret_cast<const float*>(block.memory + block.x));
+    prepared = number;
+    prepared_layer = static_cast<int32_t>(layer);
+  }
+
   // Reads the request behind `seq`; false if it was refused.
   bool accept() {
     const auto* header = reinterpret_cast<const int32_t*>(block.memory + block.header);
@@ -173,6 +239,12 @@ struct ExpertService::State {
       r.tokens = header[1];
       r.items = header[2];
       r.pairs = header[3];
+      r.open = header[4];
+      if (const auto number = static_cast<uint32_t>(header[6]); number != 0 && block.ready_parts != 0) {
+        if (!await([&] { return x_number() == number; }, true)) return false;
+        r.prepared = prepared == number && prepared_layer == header[0] && header[1] == 1;
+      }
+      fetches = header[5];
       r.item = reinterpret_cast<const int32_t*>(block.memory + block.items);
       r.pair_token = reinterpret_cast<const int32_t*>(block.memory + block.pair_token);
       r.pair_weight = reinterpret_cast<const float*>(block.memory + block.pair_weight);
@@ -180,7 +252,10 @@ struct ExpertService::State {
       r.out = reinterpret_cast<float*>(block.memory + block.out);
       fault = compute.plan(r);
     }
-    if (fault == ExpertFault::none) return true;
+    if (fault == ExpertFault::none) {
+      open = header[4];
+      return true;
+    }
     refused.fetch_add(1, std::memory_order_relaxed);
     refuse(fault);
     return false;
@@ -197,6 +272,7 @@ struct ExpertService::State {
         return true;
       }
       if (over()) return false;
+      prepare_x();
       if (!napping && turn % kTurns != 0) {
         relax();
         continue;
@@ -217,6 +293,8 @@ struct ExpertService::State {
       // A leader that is lost takes the request with it; one that is late has told the others.
       if (fault.load(std::memory_order_relaxed) != ServiceFault::late && !survive(0, n)) return;
       seq = seen;
+      gate_began.store(std::chrono::nanoseconds(started.time_since_epoch()).count() + kGateBeginsNs, std::memory_order_relaxed);
+      if (open > 0 && (!compute.takes() || read_only.load(std::memory_order_relaxed))) tell(0, true);
       log.head(n, 0, compute.nbytes());
       log.head(n, 1, std::chrono::nanoseconds(started.time_since_epoch()).count());
       round.fetch_add(1);
@@ -348,6 +426,7 @@ void ExpertService::set_tile_use(const TileUse& use) { state_->compute.set_tile_
 void ExpertService::set_read_only(bool on) { state_->read_only.store(on); }
 void ExpertService::set_helping(bool on) { state_->compute.set_helping(on); }
 void ExpertService::set_yielding(bool on) { state_->yields.store(on); }
+void ExpertService::set_taking(Taking which) { state_->taking.store(which); }
 void ExpertService::start_log(int64_t* rows, int64_t rounds) { state_->log.start(rows, rounds, state_->options.threads); }
 void ExpertService::stop_log() { state_->log.stop(); }
 

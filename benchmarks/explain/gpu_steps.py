@@ -36,6 +36,7 @@ from benchmarks.residency import model as residency
 from headrace.engine.engine import Engine
 from headrace.engine.expert_rates import StartingRates, path_rates
 from headrace.engine.probes import probe_engine, probe_gpu_host
+from headrace.experts.live import LiveExperts
 from headrace.experts.random_store import random_store
 from headrace.experts.store import HostStore
 from headrace.machine.device import CudaDevice
@@ -52,12 +53,16 @@ CONTEXT_NBYTES, RESERVE_NBYTES = 600 << 20, 1200 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """One engine, its contexts, and the rounds that were measured."""
+    """One engine, its contexts, and the rounds that were measured.
+
+    live: both paths' rates as the engine corrected them on its steps, for comparison with the profile's
+    """
 
     name: str
     rows: dict[int, list[Row]]
     probe_s: float
     rates: dict[str, float]
+    live: dict[str, float]
 
 
 def slots_within(vram_nbytes: int, device: CudaDevice, store: HostStore) -> int:
@@ -89,7 +94,23 @@ def run_case(
                 f"[{time.perf_counter() - start:.0f} s] {name} " + "\n".join(lines(row, 14)),
                 flush=True,
             )
-    return Case(name, rows, spent, {n: r.value for n, r in rates.items()})
+    live = live_rates(engine)
+    if live:
+        print(f"{name}: on live steps " + ", ".join(f"{n} {v:.1f}" for n, v in live.items()))
+    return Case(name, rows, spent, {n: r.value for n, r in rates.items()}, live)
+
+
+def live_rates(engine: Engine) -> dict[str, float]:
+    """GB/s and us of both paths by now; {} where they are not followed."""
+    experts = engine.parts.experts
+    tracker = experts.tracker if isinstance(experts, LiveExperts) else None
+    if tracker is None:
+        return {}
+    found = tracker.rates
+    return {
+        "pcie_gbps": found.pcie_gbps, "cpu_gbps": found.cpu_gbps,
+        "cpu_latency_us": found.cpu_latency_s * 1e6,
+    }  # fmt: skip
 
 
 def smollm2(device: CudaDevice, machine: MachineProfile, rounds: int) -> Case:
@@ -147,6 +168,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     machine = MachineProfile.load(args.profile)
+    torch.set_num_threads(1)  # as the engine: torch's idle threads would spin on the experts' CPUs
     device = CudaDevice()
     torch.ones(1, device=device.torch_device)
     cases: list[Case] = []
@@ -186,6 +208,7 @@ def report(cases: Sequence[Case], machine: MachineProfile, out: Path | None) -> 
                     "name": case.name,
                     "probe_s": case.probe_s,
                     "kernel_rates": case.rates,
+                    "live_rates": case.live,
                     "rows": [asdict(middle(rows)) for rows in case.rows.values()],
                     "errors_of_rounds": {
                         c: [r.error for r in rows] for c, rows in case.rows.items()

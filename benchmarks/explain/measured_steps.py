@@ -12,7 +12,7 @@ import torch
 from headrace.core.request import GenerationRequest, RequestFailed, SamplingParams
 from headrace.core.step import StepStats
 from headrace.engine.engine import Engine
-from headrace.engine.expert_prediction import expert_seconds
+from headrace.engine.expert_prediction import expert_seconds, lateness
 from headrace.engine.explaining import WARM_UP as EXPLAIN_WARM_UP
 from headrace.engine.explaining import Watch, cached_experts, report_of
 from headrace.engine.gpu_profiler import EVERY
@@ -98,7 +98,9 @@ def predicted(
 ) -> Predicted:
     """A step after ``context`` tokens, from the profile alone, and the hit rate seen before."""
     cached = cached_experts(engine.parts)
-    experts = None if cached is None else expert_seconds(cached, hits or 0.0, machine)
+    experts = None
+    if cached is not None:
+        experts = expert_seconds(cached, hits or 0.0, machine, lateness(cached, machine))
     return predict(model, decode_rows(1, context), machine, experts)
 
 

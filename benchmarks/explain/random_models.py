@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from benchmarks.residency import geometry as geo
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.model_spec import LayerSpec, ModelSpec, RopeSpec
 from headrace.core.status import EngineInfo
-from headrace.core.step import SampledToken, ScheduledChunk, StepOutput
+from headrace.core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.experts.building import make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.live import LiveExperts
@@ -127,17 +128,28 @@ def engine_of(
 def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
     """Let the engine's steps yield random tokens instead of the model's own, the same at a position."""
     runner: Any = engine._runner  # the seam that a benchmark needs and a product does not
-    compute = runner.compute
+    compute, launch, land = runner.compute, runner.launch, runner.land
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab, (10_007,), generator=generator).tolist()
 
-    def drawn(step: int, chunks: Sequence[ScheduledChunk], *args: Any) -> StepOutput:
-        output: StepOutput = compute(step, chunks, *args)
-        ends = {chunk.seq_id: chunk.start + len(chunk.token_ids) for chunk in chunks}
-        tokens = (SampledToken(s.seq_id, ids[ends[s.seq_id] % len(ids)]) for s in output.sampled)
-        return StepOutput(output.step, tuple(tokens))
+    def drawn(found: SampledToken, chunk: ScheduledChunk) -> SampledToken:
+        return SampledToken(found.seq_id, ids[(chunk.start + len(chunk.token_ids)) % len(ids)])
 
-    runner.compute = drawn
+    def computed(step: int, chunks: Sequence[ScheduledChunk], *args: Any) -> StepOutput:
+        output: StepOutput = compute(step, chunks, *args)
+        of = {chunk.seq_id: chunk for chunk in chunks}
+        return StepOutput(output.step, tuple(drawn(s, of[s.seq_id]) for s in output.sampled))
+
+    def launched(plan: StepPlan) -> None:
+        """With the tokens that were drawn for these positions, not with those that the device chose."""
+        chunks = (replace(c, token_ids=(ids[c.start % len(ids)],)) for c in plan.chunks)
+        launch(replace(plan, chunks=tuple(chunks), ahead=False) if plan.ahead else plan)
+
+    def landed(plan: StepPlan) -> list[Any]:
+        found = zip(land(plan), plan.chunks, strict=True)
+        return [drawn(s, c) if isinstance(s, SampledToken) else s for s, c in found]
+
+    runner.compute, runner.launch, runner.land = computed, launched, landed
 
 
 def decoder_ops(device: Device) -> OpSet:

@@ -207,7 +207,7 @@ def whole_model(ref: str, peak: float) -> list[dict[str, Any]]:
         times = []
         for _ in range(30):
             start = time.perf_counter()
-            graphs.run(chunks).best.cpu()
+            graphs.run(chunks).picked.cpu()
             times.append(time.perf_counter() - start)
         params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         for i in range(batch):

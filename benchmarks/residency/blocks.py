@@ -57,7 +57,7 @@ class Bench:
         )
         self.paths.fill(range(experts * slices))
         self.x = torch.randn(1, HIDDEN, device="cuda")
-        self.paths.prepare(self.x)
+        self.paths.prepare(0, self.x)
         state = self.paths.state
         state.pair_token.zero_()
         state.pair_weight.fill_(1.0)
@@ -145,7 +145,7 @@ def check(fmt: str) -> dict[str, Any]:
     g, u = gate @ x, up @ x
     want = down @ (g * torch.sigmoid(g) * u)
     bench.paths.launcher.partial.fill_(float("nan"))
-    bench.paths.prepare(bench.x)
+    bench.paths.prepare(0, bench.x)
     bench.run()
     entries, slices = bench.lists[0].cpu().numpy(), bench.layout.num_slices
     place = int(entries[np.flatnonzero(entries[:, 0] % (2 * slices) == 0)[0], 2])

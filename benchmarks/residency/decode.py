@@ -24,6 +24,7 @@ from benchmarks.residency.decoding import (
     BLOCK_TOKENS,
     CONTEXT_TOKENS,
     Later,
+    ahead_and_not,
     check,
     figures_of,
     kernel_times,
@@ -35,7 +36,7 @@ from benchmarks.residency.given_routing import GivenExecutor, GivenRouting
 from benchmarks.residency.recall import recall
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts.building import make_executor
-from headrace.experts.executor import ExecutorShape, HybridExecutor
+from headrace.experts.executor import MOST_OPEN, ExecutorShape, HybridExecutor
 from headrace.experts.random_store import random_store
 from headrace.experts.slab import SlabLayout
 from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
@@ -55,9 +56,10 @@ RESERVE_NBYTES = 256 << 20  # graphs, activations of prefill, the allocator's ro
 
 def executor_of(
     device: CudaDevice, store: HostStore, placement: Any, slots: int, options: argparse.Namespace,
-    prefetch: int = 0,
+    prefetch: int = 0, max_open: int | None = None,
 ) -> HybridExecutor:  # fmt: skip
-    shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots, prefetch)
+    most = options.open if max_open is None else max_open
+    shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots, prefetch, most)
     return make_executor(
         device, store, shape, Activation("swiglu_clamped"), threads=options.threads,
         cpus=tuple(sorted(os.sched_getaffinity(0))[1 : options.threads + 1]),
@@ -87,6 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prefetch", type=int, nargs="*", default=[0, 4],
         help="slices prefetched for a layer at most; several: one after the other, the last reported",
     )  # fmt: skip
+    parser.add_argument(
+        "--open", type=int, default=MOST_OPEN, help="fetches of a layer that the CPU may take"
+    )
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="launch each step after the one before it"
+    )
     parser.add_argument("--no-profile", action="store_true", help="leave out times by kernel")
     parser.add_argument(
         "--guesses", action="store_true", help="compare all guesses with the routing"
@@ -167,7 +175,7 @@ def main() -> None:
             graphs = capture()
             for part, found in figures_of(
                 graphs, capture, tokens, executor, layout.slice_nbytes, given,
-                rates_of(options, layout.slice_nbytes), later, not options.no_profile,
+                rates_of(options, layout.slice_nbytes), later, not options.no_profile, not options.one_by_one,
             ):  # fmt: skip
                 say(f"{name}_{part}", found)
             logits = logits_after(graphs, tokens[:SAME_TOKENS], executor)
@@ -191,7 +199,9 @@ def main() -> None:
         later.target = executor = executor_of(device, store, "gpu", everything, options)
         graphs = capture()
         run_tokens(graphs, tokens[:16], executor)
-        say("resident", measured(graphs, tokens, executor, layout.slice_nbytes))
+        ahead = not options.one_by_one
+        say("resident", measured(graphs, tokens, executor, layout.slice_nbytes, ahead=ahead))
+        say("resident_in_turn", ahead_and_not(graphs, tokens, executor))
         say("resident_errors", [check(executor, store, layer) for layer in (0, 7)])
         say("resident_kernels", kernel_times(graphs, tokens[:20], executor))
     geo.report("residency/decode", figures.found, options.out)

@@ -19,6 +19,7 @@ from headrace.experts.live import LiveExperts
 from headrace.experts.rates import RateTracker
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
+from headrace.layers.moe import AddsResidual
 
 BLOCK_TOKENS = 16
 CONTEXT_TOKENS = 1024
@@ -41,15 +42,37 @@ class Later:
 
     target: Any = Nothing()
     foresees = True
+    adds = True  # whether the executor adds the residual itself
 
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return self.target(layer, x, ids, weights)
 
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        if isinstance(self.target, AddsResidual) and self.adds:
+            return self.target.with_residual(layer, x, ids, weights, residual)
+        return self.target(layer, x, ids, weights).add_(residual)
+
+    def add_to(
+        self, layer: int, x: Any, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.target.add_to(layer, x, ids, weights, out)
+
     def foresee(self, layer: int, x: torch.Tensor, router: Any, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
             self.target.foresee(layer, x, router, valid)
+
+    def normed(self, layer: int, x: torch.Tensor) -> None:
+        if not isinstance(self.target, Nothing):
+            self.target.normed(layer, x)
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         if self.foresees and not isinstance(self.target, Nothing):
@@ -58,26 +81,44 @@ class Later:
 
 def run_tokens(
     graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor | None, start: int = 0,
-    given: Any = None,
+    given: Any = None, ahead: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """Feed the tokens one by one, waiting for each result as an engine does."""
+    """Feed the tokens one by one, waiting for each result as an engine does.
+
+    ahead: each step is launched before the one before it is waited for, but with its given token; a step
+    takes from one result to the next then.
+    """
     blocks = tuple(range(CONTEXT_TOKENS // BLOCK_TOKENS))
     times, launches, ends = [], [], []
-    for at, token in enumerate(tokens):
+
+    def launch(at: int) -> None:
+        begin = time.perf_counter()
         if given is not None:
             given.advance()
-        begin = time.perf_counter()
-        if executor is not None:
+        if executor is not None and ahead and at:
+            executor.wake()
+        elif executor is not None:
             executor.step_begins(1)
-        result = graphs.run([ScheduledChunk(0, (token,), start + at, blocks, True)])
-        launched = time.perf_counter()
-        result.best.cpu()
+        graphs.launch([ScheduledChunk(0, (tokens[at],), start + at, blocks, True)])
+        if executor is not None:
+            executor.post_counts()
+        launches.append(time.perf_counter() - begin)
+
+    last = time.perf_counter()
+    for at in range(len(tokens)):
+        if at == 0 or not ahead:
+            launch(at)
+        if ahead and at + 1 < len(tokens):
+            launch(at + 1)
+        graphs.picked()
         answered = time.perf_counter()
         if executor is not None:
             executor.step_ended()
-        times.append(time.perf_counter() - begin)
-        launches.append(launched - begin)
-        ends.append(time.perf_counter() - answered)
+            executor.posted_counts()
+        now = time.perf_counter()
+        times.append(now - last)
+        ends.append(now - answered)
+        last = now
     warm = sorted(times[8:] or times)
     return {
         "launch_us": sorted(launches)[len(launches) // 2]
@@ -86,6 +127,27 @@ def run_tokens(
         "tok_s": 1.0 / (sum(warm) / len(warm)),
         "median_tok_s": 1.0 / warm[len(warm) // 2],
         "best_tok_s": 1.0 / warm[0],
+    }
+
+
+def ahead_and_not(
+    graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor, rounds: int = 6
+) -> dict[str, Any]:
+    """Milliseconds a step with the next one launched ahead, and one after the other, in turn on the same
+    cache: the machine's rates drift."""
+    found: dict[str, list[float]] = {"ahead": [], "one_by_one": []}
+    missed: dict[str, list[float]] = {"ahead": [], "one_by_one": []}
+    for _ in range(rounds):
+        for name, values in found.items():
+            before = executor.counts()
+            seen = run_tokens(graphs, tokens[:48], executor, ahead=name == "ahead")
+            after = executor.counts()
+            values.append(1e3 / seen["median_tok_s"])
+            lost = after.fetched + after.computed - before.fetched - before.computed
+            missed[name].append(lost / 48)
+    return {
+        **{f"{name}_ms": [round(v, 4) for v in values] for name, values in found.items()},
+        **{f"{name}_missed_slices": sum(v) / rounds for name, v in missed.items()},
     }
 
 
@@ -106,12 +168,12 @@ def logits_after(
 
 def measured(
     graphs: DecodeGraphs, tokens: Sequence[int], executor: HybridExecutor, nbytes: int,
-    given: Any = None,
+    given: Any = None, ahead: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Decode, and count what went which way."""
     before = executor.counts()
     stats = executor.service.stats() if executor.service else None
-    figures: dict[str, Any] = run_tokens(graphs, tokens, executor, given=given)
+    figures: dict[str, Any] = run_tokens(graphs, tokens, executor, given=given, ahead=ahead)
     after = executor.counts()
     hits, fetched, computed = (
         getattr(after, n) - getattr(before, n) for n in ("hits", "fetched", "computed")
@@ -191,7 +253,7 @@ def settled_rates(
         if given is not None:
             given.advance()
         live.step_begins(1)
-        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).best.cpu()
+        graphs.run([ScheduledChunk(0, (token,), at, blocks, True)]).picked.cpu()
         live.step_ended()
     assert live.tracker is not None
     found = live.tracker.rates
@@ -254,13 +316,13 @@ def percent_of_floor(result: dict[str, Any], pcie: float, cpu: float) -> float:
 
 def figures_of(
     graphs: DecodeGraphs, capture: Any, tokens: Sequence[int], executor: HybridExecutor,
-    nbytes: int, given: Any, rates: PathRates, later: Later, profile: bool = True,
+    nbytes: int, given: Any, rates: PathRates, later: Later, profile: bool = True, ahead: bool = True,
 ) -> Iterator[tuple[str, Any]]:  # fmt: skip
     """All that one executor is measured by, as (name, figures). capture: makes graphs anew."""
     run_tokens(graphs, tokens[:16], executor, given=given)
     if executor.shape.placement == "hybrid":
         yield "settled", settled_rates(graphs, tokens[:64], executor, rates, given)
-    result = measured(graphs, tokens, executor, nbytes, given)
+    result = measured(graphs, tokens, executor, nbytes, given, ahead)
     found: dict[str, float] = {}
     if executor.service is not None and executor.plan_shape.max_fetch:
         found = overlapped.measure(executor)
@@ -271,6 +333,8 @@ def figures_of(
         result, rates.pcie_gbps, rates.cpu_gbps
     )
     yield "decode", result
+    if given is None:
+        yield "in_turn", ahead_and_not(graphs, tokens, executor)
     if executor.plan_shape.max_prefetch and given is None:
         yield "alternating", alternating(capture, tokens, executor, later)
     yield "wrong_slots", wrong_slots(executor, executor.store)

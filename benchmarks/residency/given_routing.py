@@ -74,5 +74,8 @@ class GivenExecutor:
     def foresee(self, layer: int, x: Any, router: Any, valid: Any) -> None:
         self._executor.foresee(layer, x, router, valid)
 
+    def normed(self, layer: int, x: Any) -> None:
+        self._executor.normed(layer, x)
+
     def attended(self, layer: int, x: Any, valid: Any) -> None:
         self._executor.attended(layer, x, valid)

@@ -82,7 +82,18 @@ class Bench:
         geo.fill_random(self.arena.view(-1, nbytes), self.layout, 1)
         self.bases = torch.zeros(18, dtype=torch.int64, device=device)
         self.request = expert_launch.RequestOffsets(
-            where.ack // 4, where.abort // 4, where.x // 4, where.out // 4
+            *(
+                at // 4
+                for at in (
+                    where.ack,
+                    where.abort,
+                    where.taken,
+                    where.pace,
+                    where.ready,
+                    where.x,
+                    where.out,
+                )
+            )
         )
         self.launcher = self.make(expert_launch.Tuning())
         self.x = torch.randn(tokens, geo.HIDDEN, device=device)

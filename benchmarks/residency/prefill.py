@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.residency import decode, decoding, model
 from benchmarks.residency import geometry as geo
-from headrace.core.step import ScheduledChunk
+from headrace.core.step import PIECE_ROWS, ScheduledChunk
 from headrace.engine.batch import build_batch
 from headrace.experts.executor import HybridExecutor
 from headrace.kv.storage import allocate_kv
@@ -40,8 +40,11 @@ class Prompts:
     """Random prompts, timed.
 
     ``last``: of the latest one, slices by path, the CPU's bytes and busy seconds, seconds until the
-    host had queued everything.
+    host had queued everything. ``piece_rows``: see ``build_batch``.
     """
+
+    piece_rows = PIECE_ROWS
+    logits = torch.zeros(1, 1)  # of the latest row
 
     def __init__(
         self, options: Any, device: CudaDevice, executor: HybridExecutor, parts: Any
@@ -50,6 +53,10 @@ class Prompts:
         self._device, self._options = device, options
         self._decoder, self._kv, self._blocks = parts
         self._generator = torch.Generator().manual_seed(6)
+
+    def begin_again(self) -> None:
+        """Draw the same tokens as at first."""
+        self._generator.manual_seed(6)
 
     def __call__(self, tokens: int, start: int = 0) -> float:
         drawn = torch.randint(geo.VOCAB, (tokens,), generator=self._generator)
@@ -63,9 +70,11 @@ class Prompts:
             [ScheduledChunk(0, ids, start, tuple(range(self._blocks)), True)],
             BLOCK_TOKENS,
             self._device.torch_device,
+            piece_rows=self.piece_rows,
         )
         hidden = self._decoder.forward(given, batch, self._kv)
-        best = self._decoder.logits(hidden[-1:]).argmax()
+        self.logits = self._decoder.logits(hidden[-1:])
+        best = self.logits.argmax()
         queued = time.perf_counter() - at
         int(best)
         took = time.perf_counter() - at

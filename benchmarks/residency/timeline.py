@@ -49,9 +49,6 @@ class Stamped:
         self._paths.prefetch(layer, guessed, top_k, valid)
         self._stamp("sent", layer)
 
-    def prepare(self, x: Any) -> None:
-        self._paths.prepare(x)
-
     def plan(self, layer: int, ids: Any, weights: Any) -> None:
         self._layer = layer
         self._stamp("prepare")
@@ -76,8 +73,8 @@ class Stamped:
         self._paths.await_cpu()
         self._stamp("answered")
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        out = self._paths.combine(num_tokens)
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._paths.combine(num_tokens, residual)
         self._stamp("combined")
         return out
 

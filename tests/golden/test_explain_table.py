@@ -1,5 +1,6 @@
 """The explain table as it is printed, of a step whose numbers are given."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.core.step import ClassStats, MovedBytes, StepStats
@@ -75,3 +76,36 @@ def test_what_stands_above_the_roof_is_told():
     assert "Above the roof" not in "\n".join(roofline(report(), 1e12, 1e9))
     last = roofline(report(), 1e12, 1e8)[-1]
     assert last.startswith("Above the roof, which is main memory's: a, ")
+
+
+def test_points_in_one_place_are_all_named():
+    """a, d and f: 1.536 kB, 512 B and 256 B, one FLOP a byte, all in half of 1/GB/s: 512 MFLOP/s."""
+    text = roofline(report(), 1e12, 1e9)
+    assert "In one place, drawn as a: a, d, f" in text
+    drawn = "".join(line.split("|", 1)[1] for line in text if "|" in line)
+    assert all(letter in drawn for letter in "aceg")
+    assert not any(letter in drawn for letter in "df")
+
+
+def test_the_table_itself_says_what_a_ratio_below_1_means():
+    """The output head reads 320 B at 1 GB/s: a floor of 320 ns."""
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    slow, fast = (explain("a toy", sample, dense_model(), machine(d)) for d in (1.0, 0.4))
+    assert "A ratio below 1" not in "\n".join(table(slow))
+    # at 0.4 GB/s the floors are 2.5 times as long: 800 ns against 600 measured, 960 against 1,500
+    below = next(line for line in table(fast) if line.startswith("A ratio below 1"))
+    assert "lm-head" in below
+    assert "decode-attention" not in below
+
+
+def test_rough_rates_are_called_rough():
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    rough = replace(machine(), measured_at="")
+    said = [
+        line for line in table(explain("a toy", sample, dense_model(), rough)) if "rough" in line
+    ]
+    assert said == [
+        "Floors come from rough rates taken just now, beside whatever else runs here; `headrace bench "
+        "machine` measures them."
+    ]
+    assert not any("rough" in line for line in table(report()))

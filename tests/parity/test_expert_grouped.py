@@ -111,6 +111,54 @@ def test_work_lists_in_any_order_add_up(store: HostStore) -> None:
     assert torch.equal(found, again)
 
 
+def test_a_long_chunk_is_added_to_what_it_is_made_from(store: HostStore) -> None:
+    everything = LAYERS * EXPERTS * SLICES
+    paths = _paths(store, everything)
+    paths.fill(list(range(everything)))
+    entries = [(EXPERTS * SLICES + key, key, -1) for key in range(EXPERTS * SLICES)]
+    x, ids, weights = _random(21, 5)
+    ids[4] = -1
+    ids[7] = torch.tensor([3, 3])  # counts with both weights
+    want = 2 * x.double().numpy() + _want(store, 1, x, ids.tolist(), weights)
+    # Experts 4 and half of 3; nothing; 1 and 0; 2 and the other half.
+    work = [entries[7:], [], entries[2:4] + entries[:2][::-1], entries[4:7]]
+
+    def run() -> torch.Tensor:
+        chunk, out = paths.chunk(ACT), 2 * x.to(DEVICE)
+        given = ids.to(DEVICE), weights.to(DEVICE)
+        chunk.begin_into(1, lambda rows: 0.5 * out[rows], *given, out)
+        ends = np.cumsum([len(one) for one in work]).tolist()
+        chunk.stage(np.array([e for one in work for e in one], np.int32), ends)
+        for number in range(len(work)):
+            chunk.compute(number)
+        assert chunk.finish() is out
+        return out
+
+    found = run(), run()
+    assert _error(found[0], want) < 1e-2  # activations in bfloat16
+    assert torch.equal(*found)
+
+
+def test_both_ways_of_adding_agree_where_experts_have_many_tokens(store: HostStore) -> None:
+    """Expert by expert to the tokens' rows, and to a row of each pair; tiles of 128 tokens on a GPU."""
+    everything = LAYERS * EXPERTS * SLICES
+    paths = _paths(store, everything)
+    paths.fill(list(range(everything)))
+    x, ids, weights = (t.to(DEVICE) for t in _random(5000 if DEVICE.type == "cuda" else 100, 6))
+    work = np.array([(key, key, -1) for key in range(EXPERTS * SLICES)], np.int32)
+    chunk, sums = paths.chunk(ACT), []
+    for out in (None, torch.zeros_like(x)):
+        if out is None:
+            chunk.begin(0, x, ids, weights)
+        else:
+            chunk.begin_into(0, lambda rows: x[rows], ids, weights, out)
+        chunk.stage(work, [3, len(work)])
+        chunk.compute(0)
+        chunk.compute(1)
+        sums.append(chunk.finish())
+    assert (sums[0] - sums[1]).abs().max() < 1e-2 * sums[0].abs().max()
+
+
 def test_a_slice_that_is_not_listed_is_not_added(store: HostStore) -> None:
     paths = _paths(store, 4)
     paths.fill([0, 1, 2, 3])
@@ -148,14 +196,24 @@ def test_the_most_used_streamed_slices_take_slots_of_the_least_used(store: HostS
     assert torch.equal(paths.slots(0, 2).cpu(), store.slab(0, 4)[[1, 0]])
 
 
-def test_a_long_chunk_streams_all_layers_without_knowing_the_routing(store: HostStore) -> None:
+@pytest.mark.parametrize("added", [False, True])
+def test_a_long_chunk_streams_all_layers_without_knowing_the_routing(
+    store: HostStore, added: bool
+) -> None:
     paths = _paths(store, 9)
     paths.fill([0, 1, 2, 3, 10, 11, 12, 13, 14])
     prefill = StreamPrefill(_device(), store, paths.shape, paths, paths.chunk(ACT))
     for layer in range(LAYERS):
         x, ids, weights = _random(64, layer)
-        found = prefill(layer, x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE))
-        assert _error(found, _want(store, layer, x, ids.tolist(), weights)) < 1e-2
+        given = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
+        want = _want(store, layer, x, ids.tolist(), weights)
+        if added:
+            found = given[0].clone()
+            prefill.add_to(layer, lambda rows, of=found: of[rows], *given[1:], found)
+            want += x.double().numpy()
+        else:
+            found = prefill(layer, *given)
+        assert _error(found, want) < 1e-2
     # 64 tokens borrow one slot, whose slice was worth no more than the others.
     assert prefill.hit == 8
     assert prefill.fetched == LAYERS * EXPERTS * SLICES - 8

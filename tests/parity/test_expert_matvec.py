@@ -62,7 +62,9 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
     bases = torch.tensor([layer.data_ptr() for layer in slabs], dtype=torch.int64, device=DEVICE)
     launcher = launch.ExpertLauncher(
         slices, state, arena, bases, act,
-        launch.RequestOffsets(where.ack // 4, where.abort // 4, where.x // 4, where.out // 4),
+        launch.RequestOffsets(
+            *(at // 4 for at in (where.ack, where.abort, where.taken, where.pace, where.ready, where.x, where.out))
+        ),
         multiprocessors=1,
         tuning=launch.Tuning(
             gather_programs=2, gather_words=512, bf16_gate_up_programs=1, bf16_down_programs=1,

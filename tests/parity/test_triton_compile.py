@@ -109,7 +109,7 @@ SPECS = [
         {"SLICE_NBYTES": 921600, "AT_CODES": 0, "AT_SCALES": 0, "AT_FACTORS": 0, "AT_BIAS": 0,
          "CODE_STRIDE": 1152, "SCALE_STRIDE": 1152, "FORMAT": "q4_k", "FACTORS": 0,
          "HAS_BIAS": False, "HIDDEN": 2048, "WIDTH": 256, "S": 3, "CLAMPED": False, "ALPHA": 1.702,
-         "LIMIT": 7.0, "ROWS": 64, "TOKENS": 128, "COLS": 64},
+         "LIMIT": 7.0, "ALONE": True, "ROWS": 64, "TOKENS": 128, "COLS": 64},
         warps=8, stages=2, arena="*u8", work="*i32", bounds="*i32", order="*i64", x="*bf16",
         h="*bf16", top_k="i32",
     ),
@@ -163,8 +163,10 @@ SPECS = [
         "expert_gather", "expert_gather",
         {"GATHERING": 16, "SLICE_NBYTES": 3317760, "HOST_NBYTES": 3317760, "WORDS": 2048,
          "FIRST_SLOT": 2000,
-         "MAX_PREFETCH": 4, "PROGRAMS": 16},
-        **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
+         "MAX_PREFETCH": 4, "PROGRAMS": 16, "OPEN": 2, "OPEN_POWER": 2, "AT_TAKEN": 48, "AT_PACE": 64,
+         "AT_ABORT": 32, "SPINS": 5_000_000, "E": 128, "S": 5, "SLOTS": 2000, "THREADS": 256},
+        warps=8, **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
+        owner_of="*i32", on_gpu="*i32", block="*i32",
     ),
     spec(
         "expert_foresight", "guess_logits",
@@ -186,17 +188,19 @@ SPECS = [
         spec(
             "expert_grouped",
             name,
-            {**GROUPED, **extra, "ROWS": tile[0], "TOKENS": tile[1], "COLS": tile[2]},
+            {**GROUPED, **extra, "ALONE": alone, "ROWS": tile[0], "TOKENS": tile[1], "COLS": tile[2]},
             warps=tile[3], stages=tile[4], arena="*u8", work="*i32", bounds="*i32", order="*i64",
-            x="*bf16", h="*bf16", y="*bf16", top_k="i32",
+            x="*bf16", h="*bf16", y="*fp32" if alone else "*bf16", top_k="i32",
         )
         for name, extra in (("grouped_gate_up", GATE), ("grouped_down", {}))
+        for alone in (False, True)
         for tile in ((64, 16, 64, 4, 3), (64, 64, 32, 4, 4), (64, 128, 32, 4, 3))
     ),
     spec(
         "expert_matvec",
         "expert_await",
-        {"AT_ACK": 16, "AT_ABORT": 32, "STATE_SEQ": 2, "STATE_FAILED": 3, "SPINS": 5000000},
+        {"AT_ACK": 16, "AT_ABORT": 32, "STATE_SEQ": 2, "STATE_FAILED": 3, "SPINS": 5000000,
+         "PDL": True},
         counts="*i32", state="*i32", block="*i32", totals="*i64",
     ),
 ]  # fmt: skip
@@ -223,7 +227,9 @@ def test_expert_kernels_compile(capability: int):
         spec("expert_halves", "halves_down", {**SLICE, "WARPS_K": 1}, **LISTS),
         spec(
             "expert_halves", "expert_prepare",
-            {"AT_X": 4, "HIDDEN": 2880, "COLS": 256, "MXFP4": True, "HAS_CPU": True, "PDL": True}, **LISTS,
+            {"AT_X": 4, "AT_READY": 80, "L": 36, "HIDDEN": 2880, "COLS": 256, "MXFP4": True, "HAS_CPU": True,
+             "NUMBERED": True, "PDL": True},
+            **LISTS, state="*i32", layer="i32",
         ),
     ]  # fmt: skip
     results = cross_compile(specs, capability)
@@ -245,7 +251,7 @@ PLAN = {
     **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
     "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
     "WINDOW": 160, "WP": 256, "CHUNK": 256, "MAX_PREFETCH": 4, "PROGRAMS": 16, "SLICE_CHUNKS": 163,
-    "THREADS": 256, "PDL": True,
+    "THREADS": 256, "OPEN": 2, "NUMBERED": True, "PDL": True,
 }  # fmt: skip
 FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
 

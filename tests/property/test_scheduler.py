@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from headrace.core.request import FinishReason, GenerationRequest, SamplingParams
 from headrace.core.step import SampledToken, StepOutput
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.kv.prefix import PrefixCache
 
 VOCAB = 5  # few tokens, so that random prompts share prefixes
@@ -107,13 +108,16 @@ def configs(draw):
     size = draw(st.sampled_from([1, 2, 3, 4]))
     num_blocks = draw(st.integers(2, 14))
     max_num_seqs = draw(st.integers(1, 5))
+    max_batch_tokens = draw(st.integers(max_num_seqs, 12))
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_tokens=size,
         context=draw(st.integers(4, 40)),
-        max_batch_tokens=draw(st.integers(max_num_seqs, 12)),
+        max_batch_tokens=max_batch_tokens,
         max_num_seqs=max_num_seqs,
         prefix_cache=draw(st.booleans()),
+        beside_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_batch_tokens))),
+        tail_tokens=draw(st.one_of(st.none(), st.integers(0, 4))),
     )
 
 
@@ -166,6 +170,33 @@ def config(**changes):
         "max_num_seqs": 8,
     }
     return SchedulerConfig(**{**values, **changes})
+
+
+def test_prompts_are_cut_alike_and_shorter_while_others_decode():
+    """In steps of 16, or 6 beside others: 20 tokens are 10 and 10, 18 are 16 and a rest of 2."""
+    limits = config(beside_tokens=6, tail_tokens=2, prefix_cache=False)
+    scheduler = Scheduler(limits)
+    machine = FakeMachine(limits)
+
+    def steps(count):
+        found = []
+        for _ in range(count):
+            plan = scheduler.schedule()
+            scheduler.commit(machine.run(plan, scheduler))
+            found.append([len(chunk.token_ids) for chunk in plan.chunks])
+        return found
+
+    def submit(name, tokens, **params):
+        for index, seq_id in enumerate(scheduler.submit(request(name, range(tokens), **params))):
+            machine.index_of[seq_id] = index
+
+    submit("alone", 20, max_tokens=1)
+    assert steps(2) == [[10], [10]]
+    submit("rest", 18, max_tokens=30)
+    assert steps(2) == [[16], [2]]
+    # The decoding row takes one of 6: 5 + 5 + 5 would be left of 14, as 5, 5 and 4.
+    submit("beside", 14, max_tokens=1)
+    assert steps(4) == [[1, 5], [1, 5], [1, 4], [1]]
 
 
 def test_b115_two_that_fit_alone_but_not_together_both_finish():

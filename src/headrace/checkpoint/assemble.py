@@ -30,6 +30,7 @@ from headrace.checkpoint.quantization import SUPPORTED, Quantization
 from headrace.checkpoint.records import RawTensor
 from headrace.checkpoint.safetensors import StoredTensor
 from headrace.core.errors import CheckpointError, UnsupportedModelError
+from headrace.core.words import counted, plural
 
 _FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -106,7 +107,8 @@ def assemble(
                 hint="config.json's quantization_config is missing or of another checkpoint",
             )
     notes = (
-        f"{len(found)} tensors named {kind} are not used, for example {found[0]}"
+        f"{counted(len(found), 'tensor')} named {kind} {plural(len(found), 'is', 'are')} not used, "
+        f"for example {found[0]}"
         for kind, found in sorted(unused.items())
     )
     return Assembled(tensors, tuple(notes))

@@ -27,6 +27,7 @@ from headrace.checkpoint.gguf_values import Scanner
 from headrace.checkpoint.mapped import MappedFile
 from headrace.core.errors import CheckpointError, UnsupportedModelError
 from headrace.core.numeric import GGUF_TYPES, NumericFormat
+from headrace.core.words import counted
 
 VERSIONS = (2, 3)  # version 1 had 32-bit lengths and was replaced within months
 DEFAULT_ALIGNMENT = 32
@@ -131,8 +132,8 @@ def read_gguf(path: Path) -> GgufFile:
     expected = parts[0].metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise CheckpointError(
-            f"{paths[0]}: the {count} parts hold {len(tensors)} tensors, split.tensors.count is "
-            f"{expected}",
+            f"{paths[0]}: the {counted(count, 'part')} hold {counted(len(tensors), 'tensor')}, "
+            f"split.tensors.count is {expected}",
             hint="the parts belong to different files",
         )
     return GgufFile(paths[0], parts[0].metadata, tensors, sum(p.nbytes for p in parts))
@@ -147,7 +148,7 @@ def split_paths(path: Path, count: int) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise CheckpointError(
-            f"{path} is one of {count} parts, but its name is not of the form "
+            f"{path} is one of {counted(count, 'part')}, but its name is not of the form "
             f"NAME-00001-of-{count:05d}.gguf",
             hint="give the parts their original names",
         )
@@ -155,7 +156,7 @@ def split_paths(path: Path, count: int) -> list[Path]:
     missing = [p for p in paths if not p.is_file()]
     if missing:
         raise CheckpointError(
-            f"{missing[0]} is missing ({len(missing)} of {count} parts)",
+            f"{missing[0]} is missing ({len(missing)} of {counted(count, 'part')})",
             hint="the download is incomplete: all parts are needed, in one directory",
         )
     return paths
@@ -219,7 +220,9 @@ def _read_entry(scanner: Scanner) -> _Entry:
     name = scanner.string("a tensor's name", limit=65_535)
     num_dims = scanner.u32(f"the dimensions of tensor {name!r}")
     if num_dims > MAX_DIMS:
-        raise scanner.fail(f"tensor {name!r} has {num_dims} dimensions, at most {MAX_DIMS} exist")
+        raise scanner.fail(
+            f"tensor {name!r} has {counted(num_dims, 'dimension')}, at most {MAX_DIMS} exist"
+        )
     fastest_first = [scanner.u64(f"a dimension of tensor {name!r}") for _ in range(num_dims)]
     type_id = scanner.u32(f"the type of tensor {name!r}")
     offset = scanner.u64(f"the offset of tensor {name!r}")
@@ -233,7 +236,7 @@ def _read_entry(scanner: Scanner) -> _Entry:
     row = fastest_first[0] if fastest_first else 1
     if row % form.block_weights:
         raise scanner.fail(
-            f"tensor {name!r} ({form.name}) has rows of {row} weights, expected a multiple of "
+            f"tensor {name!r} ({form.name}) has rows of {counted(row, 'weight')}, expected a multiple of "
             f"{form.block_weights}"
         )
     # Python's integers do not wrap; a product of non-zero dimensions must also suit those that do.
@@ -243,7 +246,7 @@ def _read_entry(scanner: Scanner) -> _Entry:
     nbytes = prod(fastest_first) // form.block_weights * form.block_nbytes
     if nbytes > scanner.end:
         raise scanner.fail(
-            f"tensor {name!r} has dimensions {fastest_first} and needs {nbytes} bytes, the whole "
+            f"tensor {name!r} has dimensions {fastest_first} and needs {counted(nbytes, 'byte')}, the whole "
             f"file has {scanner.end}"
         )
     return _Entry(name, form, tuple(reversed(fastest_first)), offset, nbytes)
@@ -269,8 +272,8 @@ def _check_spans(scanner: Scanner, entries: list[_Entry], start: int, alignment:
         cut = cut or (entry.name if start + position > scanner.end else "")
     if needed > scanner.end:
         raise scanner.fail(
-            f"truncated: the header describes {needed} bytes, the file has {scanner.end}: "
-            f"{needed - scanner.end} bytes are missing, of tensor {cut!r} at least"
+            f"truncated: the header describes {counted(needed, 'byte')}, the file has {scanner.end}: "
+            f"{counted(needed - scanner.end, 'byte is', 'bytes are')} missing, of tensor {cut!r} at least"
         )
 
 

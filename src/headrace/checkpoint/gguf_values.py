@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.checkpoint.mapped import MappedFile
 from headrace.core.errors import CheckpointError
+from headrace.core.words import counted
 
 BOOL, STRING, ARRAY = 7, 8, 9
 _SCALARS: dict[int, tuple[str, str]] = {  # type id -> name, NumPy dtype
@@ -91,8 +92,8 @@ class Scanner:
         start, left = self.position, self.end - self.position
         if nbytes > left:
             raise self.fail(
-                f"truncated: {what} needs {nbytes} bytes at byte {start}, the file ends after "
-                f"{left}: {nbytes - left} bytes are missing"
+                f"truncated: {what} needs {counted(nbytes, 'byte')} at byte {start}, the file ends after "
+                f"{left}: {counted(nbytes - left, 'byte is', 'bytes are')} missing"
             )
         self.position += nbytes
         return start
@@ -109,7 +110,7 @@ class Scanner:
         left = self.end - self.position
         if value * least_nbytes > left:
             raise self.fail(
-                f"{what} is {value}, which takes at least {value * least_nbytes} bytes; "
+                f"{what} is {value}, which takes at least {counted(value * least_nbytes, 'byte')}; "
                 f"{left} are left"
             )
         return value
@@ -117,7 +118,7 @@ class Scanner:
     def string(self, what: str, limit: int = MAX_STRING_NBYTES) -> str:
         length = self.u64(f"the length of {what}")
         if length > limit:
-            raise self.fail(f"{what} claims {length} bytes, at most {limit} are allowed")
+            raise self.fail(f"{what} claims {counted(length, 'byte')}, at most {limit} are allowed")
         start = self.take(length, what)
         try:
             return bytes(self._raw[start : start + length]).decode()

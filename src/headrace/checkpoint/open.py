@@ -25,6 +25,7 @@ from headrace.checkpoint.strict_json import read_object
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.families import family_of, family_of_gguf
 from headrace.core.model_spec import ModelSpec
+from headrace.core.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ def _report(checkpoint: Checkpoint) -> None:
         log.info("%s", note)
     surplus = [n for n in checkpoint.notes if INDEX_SUFFIX in n]
     if surplus:
-        log.warning("%s: %d tensors are not used: %s", checkpoint.path, len(surplus), surplus[0])
+        said = counted(len(surplus), "tensor is", "tensors are")
+        log.warning("%s: %s not used: %s", checkpoint.path, said, surplus[0])
 
 
 def _open_directory(ref: str, path: Path, repair: bool) -> Checkpoint:
@@ -113,7 +115,7 @@ def _check_layers(layers: Any, num_tensors: int, where: str) -> None:
     """Stop a damaged number before anybody makes a list of that length."""
     if isinstance(layers, int) and layers > num_tensors:
         raise CheckpointError(
-            f"{where}: {layers} layers, but there are only {num_tensors} tensors",
+            f"{where}: {counted(layers, 'layer')}, but there are only {counted(num_tensors, 'tensor')}",
             hint="the configuration and the weights belong to different models",
         )
 

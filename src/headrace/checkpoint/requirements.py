@@ -17,6 +17,7 @@ from headrace.core.weight_shapes import (
     norm_shapes,
     router_shapes,
 )
+from headrace.core.words import counted
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,7 +53,7 @@ def check_tensors(
         listed = ", ".join(names.stored(n) for n in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise CheckpointError(
-            f"{path}: {len(missing)} tensors are missing: {listed}{more}",
+            f"{path}: {counted(len(missing), 'tensor is', 'tensors are')} missing: {listed}{more}",
             hint="the download is incomplete, or config.json belongs to another model",
         )
     for name, raw in tensors.items():

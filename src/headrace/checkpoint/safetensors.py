@@ -27,6 +27,7 @@ import numpy.typing as npt
 from headrace.checkpoint.mapped import MappedFile
 from headrace.checkpoint.strict_json import parse_object, read_object
 from headrace.core.errors import CheckpointError
+from headrace.core.words import counted, plural
 
 # The limit of the format's own library.
 MAX_HEADER_NBYTES = 100_000_000
@@ -100,8 +101,9 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     if needed > file.nbytes:
         cut = next(name for name, e in entries.items() if start + e.end > file.nbytes)
         raise CheckpointError(
-            f"{path} is truncated: its header describes {needed} bytes, the file has "
-            f"{file.nbytes}: {needed - file.nbytes} bytes are missing, of tensor {cut!r} at least",
+            f"{path} is truncated: its header describes {counted(needed, 'byte')}, the file has "
+            f"{file.nbytes}: {counted(needed - file.nbytes, 'byte is', 'bytes are')} missing, "
+            f"of tensor {cut!r} at least",
             hint=_AGAIN,
         )
     _check_cover(path, entries, file.nbytes - start)
@@ -118,19 +120,19 @@ def _read_header(file: MappedFile) -> tuple[dict[str, Any], int]:
     path = file.path
     if file.nbytes < 8:
         raise CheckpointError(
-            f"{path} has {file.nbytes} bytes, a safetensors file has at least 8: "
-            f"{8 - file.nbytes} bytes are missing",
+            f"{path} has {counted(file.nbytes, 'byte')}, a safetensors file has at least 8: "
+            f"{counted(8 - file.nbytes, 'byte is', 'bytes are')} missing",
             hint=_AGAIN,
         )
     (length,) = struct.unpack_from("<Q", file.raw, 0)
     if length > MAX_HEADER_NBYTES:
         raise CheckpointError(
-            f"{path}: the header claims {length} bytes, at most {MAX_HEADER_NBYTES} are allowed",
+            f"{path}: the header claims {counted(length, 'byte')}, at most {MAX_HEADER_NBYTES} are allowed",
             hint="this is not a safetensors file, or it is damaged",
         )
     if 8 + length > file.nbytes:
         raise CheckpointError(
-            f"{path} is truncated: the header claims {length} bytes, "
+            f"{path} is truncated: the header claims {counted(length, 'byte')}, "
             f"{8 + length - file.nbytes} of them are missing",
             hint=_AGAIN,
         )
@@ -183,7 +185,9 @@ def _check_entry(path: Path, name: str, entry: Any) -> _Entry:
         raise wrong("shape", list(dims), "fewer than 2^63 bytes")
     if end - begin != prod(dims) * itemsize:
         raise wrong(
-            f"its span {begin} to {end}", f"{end - begin} bytes", f"{prod(dims) * itemsize}"
+            f"its span {begin} to {end}",
+            counted(end - begin, "byte"),
+            f"{prod(dims) * itemsize}",
         )
     return _Entry(dtype, dims, begin, end)
 
@@ -200,13 +204,14 @@ def _check_cover(path: Path, entries: Mapping[str, _Entry], available: int) -> N
             )
         if begin > position:
             raise CheckpointError(
-                f"{path}: {begin - position} bytes before tensor {name!r} belong to no tensor",
+                f"{path}: {counted(begin - position, 'byte')} before tensor {name!r} "
+                f"{plural(begin - position, 'belongs', 'belong')} to no tensor",
                 hint=_AGAIN,
             )
         position, before = end, name
     if position != available:
         raise CheckpointError(
-            f"{path}: the data has {available} bytes, its tensors end at byte {position}",
+            f"{path}: the data has {counted(available, 'byte')}, its tensors end at byte {position}",
             hint=_AGAIN,
         )
 
@@ -278,7 +283,7 @@ def _read_indexed(directory: Path, index: Path) -> StoredFiles:
         if not (directory / file).is_file():
             names = sorted(n for n, f in weights.items() if f == file)
             raise CheckpointError(
-                f"{directory / file} is missing: {index.name} expects {len(names)} tensors in it, "
+                f"{directory / file} is missing: {index.name} expects {counted(len(names), 'tensor')} in it, "
                 f"{names[0]!r} among them",
                 hint="the download is incomplete: fetch the file",
             )

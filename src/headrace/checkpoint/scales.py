@@ -23,6 +23,7 @@ import numpy.typing as npt
 from headrace.checkpoint.records import RawTensor
 from headrace.core.errors import CheckpointError
 from headrace.core.numeric import FORMATS
+from headrace.core.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +118,9 @@ class CheckedTensors(Mapping[str, RawTensor]):
         count = zero_nan_scales(raw)
         self._repairs.append(ScaleRepair(raw.name, raw.source, block, count))
         log.warning(
-            "%s: %d blocks with a NaN scale set to zero, the first is block %d%s",
+            "%s: %s with a NaN scale set to zero, the first is block %d%s",
             raw.source,
-            count,
+            counted(count, "block"),
             block,
             _where(raw, block),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from headrace.core.errors import CheckpointError
+from headrace.core.words import counted
 
 # Far above any real file: the largest index of a published model is under 10 MB, the largest
 # tokenizer_config.json under 5 MB.
@@ -52,7 +53,7 @@ def read_object(path: Path) -> dict[str, Any]:
         nbytes = path.stat().st_size
         if nbytes > MAX_NBYTES:
             raise CheckpointError(
-                f"{path} has {nbytes} bytes, at most {MAX_NBYTES} are expected",
+                f"{path} has {counted(nbytes, 'byte')}, at most {MAX_NBYTES} are expected",
                 hint="this is not the file that its name says",
             )
         return parse_object(path.read_bytes(), str(path))

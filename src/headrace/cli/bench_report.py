@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.core.words import counted
 from headrace.machine.profile import OVERLAPPED, MachineProfile, Rate
 
 # The table's order and words. Curves (names that end in _t<n>) are the picture's.
@@ -90,7 +91,7 @@ def print_table(profile: MachineProfile, peaks: Mapping[str, float]) -> None:
 
     gpu = "no GPU" if profile.gpu is None else profile.gpu.name
     link = "" if profile.link is None else f", {profile.link.name}"
-    table = Table(title=f"{gpu}{link}; {profile.host.cpu}, {profile.host.cores} cores")
+    table = Table(title=f"{gpu}{link}; {profile.host.cpu}, {counted(profile.host.cores, 'core')}")
     table.add_column("rate")
     for heading in ("alone", "beside the other path", "of the theoretical peak"):
         table.add_column(heading, justify="right")

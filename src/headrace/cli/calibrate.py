@@ -10,6 +10,7 @@ from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import note
 from headrace.core.errors import ConfigError, UserError
 from headrace.core.kv_formats import MAX_RANK
+from headrace.core.words import counted
 
 # Below it too few queries were seen to say where a head looks; beyond the other nothing changes any more.
 MIN_TOKENS, MAX_TOKENS = 256, 4096
@@ -42,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
             args.model, text, min_tokens=MIN_TOKENS, max_tokens=MAX_TOKENS, progress=progress
         )
     note(
-        f"measured {MAX_RANK} directions for each of {done.num_heads} key heads on {done.num_tokens} "
-        f"tokens; they hold {done.energy:.0%} of the queries' energy on average"
+        f"measured {MAX_RANK} directions for each of {counted(done.num_heads, 'key head')} on "
+        f"{counted(done.num_tokens, 'token')}; they hold {done.energy:.0%} of the queries' energy on average"
     )
     print(done.path)
     return 0

@@ -31,6 +31,7 @@ from headrace.cli.reporting import configure_logging, note
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.errors import ContextLengthError, HeadraceError, UserError
 from headrace.core.request import FinishReason, SamplingParams
+from headrace.core.words import counted
 
 HELP = """\
 /help          this list
@@ -150,7 +151,7 @@ class Chat:
         except OSError as error:
             note(f"error: cannot write {path}: {error.strerror}")
         else:
-            note(f"saved {len(self.conversation.messages())} messages to {path}")
+            note(f"saved {counted(len(self.conversation.messages()), 'message')} to {path}")
 
     def answer(self, text: str) -> None:
         """Send one message and print the answer; a failed one leaves the conversation as it was."""
@@ -217,7 +218,9 @@ def run(args: argparse.Namespace) -> int:
             read=line_reader(),
         )
         if sys.stdin.isatty():
-            note(f"{session.engine.info.model}, {session.engine.info.context} tokens; /help")
+            note(
+                f"{session.engine.info.model}, {counted(session.engine.info.context, 'token')}; /help"
+            )
         chat.loop()
     finally:
         session.close()

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.cli.exit_codes import EXIT_INTERRUPTED
 from headrace.cli.flags import Commands, add_command, whole_number
 from headrace.cli.progress import loading_progress
-from headrace.cli.reporting import EXIT_INTERRUPTED, configure_logging
+from headrace.cli.reporting import configure_logging
 from headrace.cli.routing_log import RoutingLog, experts_of
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.config import EngineConfig
 from headrace.core.errors import InternalError
 from headrace.core.request import SamplingParams
+from headrace.core.words import counted
 from headrace.experts.replay import (
     best_static_set,
     replay_belady,
@@ -104,8 +106,8 @@ def cache_rows(ids: list[list[list[int]]], num_experts: int) -> list[CacheRow]:
 def table(rows: list[CacheRow], tokens: int, layers: int, experts: int) -> list[str]:
     """The rows as text, with what was replayed above and what it means below."""
     lines = [
-        f"{tokens} tokens through {layers} layers of {experts} experts. Had only a part of the "
-        "experts been in fast memory:",
+        f"{counted(tokens, 'token')} through {counted(layers, 'layer')} of "
+        f"{counted(experts, 'expert')}. Had only a part of the experts been in fast memory:",
         "",
         "RESIDENT        LRU   BEST STATIC SET   BELADY",
     ]

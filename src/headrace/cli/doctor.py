@@ -14,6 +14,7 @@ from headrace import __version__
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
+from headrace.core.words import counted
 from headrace.machine.probe import Machine, importable, probe_machine
 from headrace.machine.threads import ThreadChoice, choose_threads
 
@@ -89,11 +90,11 @@ def _tile_lines(kernels: Kernels) -> list[tuple[str, str]]:
 
 def _cpu_lines(machine: Machine) -> list[tuple[str, str]]:
     cpu = machine.cpu
-    cores = f"{cpu.num_cores} cores, {len(cpu.cpus)} hardware threads"
+    cores = f"{counted(cpu.num_cores, 'core')}, {counted(len(cpu.cpus), 'hardware thread')}"
     if cpu.hybrid:
-        cores += f" ({cpu.num_performance_cores} performance cores)"
+        cores += f" ({counted(cpu.num_performance_cores, 'performance core')})"
     if cpu.num_numa_nodes > 1:
-        cores += f", {cpu.num_numa_nodes} memory nodes"
+        cores += f", {counted(cpu.num_numa_nodes, 'memory node')}"
     quota = "none" if cpu.quota_cpus is None else f"{cpu.quota_cpus:g} CPUs"
     return [
         ("CPU", f"{cpu.model} ({cpu.architecture})"),
@@ -150,7 +151,9 @@ def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]
     found.append(("machine profile", accounts.profile_note))
     if accounts.profile is not None:
         age, best = age_days(accounts.profile), accounts.profile.best_threads
-        said = "of unknown age" if age is None else f"measured {age:.0f} days ago"
+        said = (
+            "of unknown age" if age is None else f"measured {counted(age, 'day', form='.0f')} ago"
+        )
         said += "" if best is None else f"; best number of CPU threads {best}"
         found.append(("", said))
     return found
@@ -197,7 +200,7 @@ def lines(
         *_account_lines(machine, accounts or Accounts()),
         ("C++ extension", native_line(kernels)),
         *_tile_lines(kernels),
-        ("will use", f"{threads.threads} threads: {threads.reason}"),
+        ("will use", f"{counted(threads.threads, 'thread')}: {threads.reason}"),
         ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
         ("", _device_line(machine, kernels)),
     ]

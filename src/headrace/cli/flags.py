@@ -17,8 +17,45 @@ BLOCK_TOKENS = (16, 32, 64, 128)
 BACKENDS = ("triton", "cpu", "reference")
 
 
+class StoreOnce(argparse.Action):
+    """Stores a flag's value, and refuses a second one, which would silently replace it.
+
+    ``instead``: how to say it where several values are meant. Flags that take a list append.
+    """
+
+    instead = ""
+    _read_into: argparse.Namespace | None = (
+        None  # what the last value went into: one for each command line
+    )
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self._read_into is namespace and self.option_strings:
+            flag = self.option_strings[-1]
+            raise ConfigError(
+                f"{flag} is given twice: {getattr(namespace, self.dest)} and {values}",
+                hint=self.instead or f"give {flag} once",
+                param=flag,
+            )
+        self._read_into = namespace
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints look like every other error here."""
+    """An argument parser whose complaints look like every other error here.
+
+    A flag with a value is taken once (``StoreOnce``).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("action", None, StoreOnce)
+        self.register("action", "store", StoreOnce)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"`{self.prog} --help` lists what it takes")

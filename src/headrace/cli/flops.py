@@ -14,6 +14,7 @@ from headrace.cli.flags import Commands, add_command
 from headrace.cli.outputs import writing
 from headrace.cli.reporting import note
 from headrace.core.errors import ConfigError, InternalError, MachineError
+from headrace.core.words import counted
 
 if TYPE_CHECKING:
     from headrace.explain.catalogue.evaluate import Setting
@@ -176,7 +177,7 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
     if model is not None and model not in symbols.profiles:
         found, average, nbytes = model_values(model)
         values = {**found, **values}
-        about = f"{model}, {average:.2f} bytes a weight"
+        about = f"{model}, {counted(average, 'byte', form='.2f')} a weight"
     profile = model if model in symbols.profiles else None
 
     def at(record: Record) -> Setting:
@@ -314,5 +315,5 @@ def run_site(args: argparse.Namespace) -> int:
         )
     with writing(folder, "DIR"):
         pages = write_site(load_catalogue(), folder)
-    note(f"{pages} pages written; open {folder / 'index.html'}")
+    note(f"{counted(pages, 'page')} written; open {folder / 'index.html'}")
     return 0

@@ -1,12 +1,18 @@
-"""``headrace kernels``: the attention kernels, compiled for any architecture, stage by stage."""
+"""``headrace kernels``: every operation with its back-ends; attention's GPU kernels stage by stage."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from headrace.cli.flags import Commands, add_command
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from headrace.ops.inventory import Inventory
+from headrace.core.words import counted
 
 # What headrace.ops.lowering has; written here so that the parser imports nothing heavy.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -18,14 +24,21 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "kernels",
-        "the GPU's attention kernels, compiled stage by stage (no GPU needed)",
+        "what computes here and why; the GPU's attention kernels stage by stage (no GPU needed)",
         run_list,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = add_command(actions, "list", "list the kernels", run_list)
+    listing = add_command(
+        actions,
+        "list",
+        "list every operation with its back-ends, and the kernels that can be shown",
+        run_list,
+    )
     listing.add_argument("--json", action="store_true", help="print JSON")
     show = add_command(actions, "show", "print one kernel at one stage", run_show)
-    show.add_argument("name", metavar="NAME", help="the kernel, as `headrace kernels list` has it")
+    show.add_argument(
+        "name", metavar="NAME", help="a kernel of the last line of `headrace kernels list`"
+    )
     show.add_argument(
         "--arch", choices=ARCHITECTURES, default="sm_90", help="the architecture (default: sm_90)"
     )
@@ -39,11 +52,67 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
+    from headrace.ops.inventory import inventory
+
+    found = inventory()
+    shown, missing = _shown_kernels()
+    if args.json:
+        answer = {
+            "operations": [dataclasses.asdict(entry) for entry in found.entries],
+            "backends": found.reasons,
+            "kernels": shown,
+            "kernels_missing": missing,
+        }
+        print(json.dumps(answer, indent=2))
+        return 0
+    for line in lines(found):
+        print(line)
+    print()
+    print(missing or f"`headrace kernels show` compiles: {', '.join(shown)}")
+    return 0
+
+
+def _shown_kernels() -> tuple[list[str], str | None]:
+    """The kernels that can be compiled for other GPUs, or why none can."""
     from headrace.ops.lowering import kernel_names
 
-    names = kernel_names()
-    print(json.dumps(names) if args.json else "\n".join(names))
-    return 0
+    try:
+        return list(kernel_names()), None
+    except MachineError as error:
+        return [], f"`headrace kernels show` cannot compile here: {error.message}"
+
+
+def lines(found: Inventory) -> list[str]:
+    """The table: which back-ends have an operation, and which one serves it on the CPU and on the GPU."""
+    backends = list(found.reasons)
+    heads = ["OPERATION", *backends, "ON THE CPU", "ON THE GPU"]
+    rows = [
+        [
+            entry.name,
+            *(_cell(name in entry.backends, found.reasons[name]) for name in backends),
+            entry.cpu or "-",
+            entry.gpu or "-",
+            entry.about,
+        ]
+        for entry in found.entries
+    ]
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
+        + f"  {''.join(row[len(heads) :])}"
+        for row in [heads, *rows]
+    ]
+    text = [line.rstrip() for line in text]
+    reasons = [
+        f"(yes): {name} cannot be used here: {why}" for name, why in found.reasons.items() if why
+    ]
+    return [*text, "", *reasons] if reasons else text
+
+
+def _cell(there: bool, reason: str | None) -> str:
+    if not there:
+        return "-"
+    return "yes" if reason is None else "(yes)"
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -86,5 +155,8 @@ def run_show(args: argparse.Namespace) -> int:
         print(f"{'multiplies by':14} {name}")
     for count in made.loops:
         names = sorted(count.by_name.items(), key=lambda item: -item[1])[:12]
-        print(f"{'loop':14} {count.total} instructions: " + ", ".join(f"{n} {c}" for n, c in names))
+        print(
+            f"{'loop':14} {counted(count.total, 'instruction')}: "
+            + ", ".join(f"{n} {c}" for n, c in names)
+        )
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace import __version__
 from headrace.cli import (
@@ -25,8 +25,9 @@ from headrace.cli import (
     run,
     serve,
 )
+from headrace.cli.exit_codes import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
 from headrace.cli.flags import Parser
-from headrace.cli.reporting import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, prepare_streams, report
+from headrace.cli.reporting import prepare_streams, report
 
 COMMANDS = (run, chat, serve, models, plan, explain, calibrate, doctor, bench, demo, flops, kernels)
 EPILOG = """\
@@ -53,11 +54,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; never raises what a user can cause."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    before_command: Callable[[], None] = lambda: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run one command and return its exit code; never raises what a user can cause.
+
+    Args:
+        before_command: called once the arguments are read, before what they name begins.
+        interrupted: whether ctrl-C was pressed, whatever became of it; errors are nobody's fault then.
+    """
     prepare_streams()
     try:
         args = build_parser().parse_args(argv)
+        before_command()
         code: int = args.function(args)
         sys.stdout.flush()
         return code
@@ -68,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
     except Exception as error:
-        return report(error)
+        return EXIT_INTERRUPTED if interrupted() else report(error)
 
 
 if __name__ == "__main__":

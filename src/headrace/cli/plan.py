@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.flags import Commands, add_command, whole_number
+from headrace.cli.flags import Commands, StoreOnce, add_command, whole_number
 from headrace.cli.outputs import check_output, writing
+from headrace.cli.progress import loading_progress
 from headrace.core.errors import ConfigError
 from headrace.core.kv_formats import FORMATS
 
@@ -35,11 +36,15 @@ def add_parser(commands: Commands) -> None:
         help="bundled name (`headrace plan --models`), folder with config.json, .gguf file, or hub id "
         "(owner/name: only its config.json is downloaded)",
     )
-    add(
+    machine = add(
         "--machine",
         metavar="NAME",
         help="this (default), a chip of the catalogue, parts joined by + "
         "(rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB), a profile's JSON file, or list",
+    )
+    assert isinstance(machine, StoreOnce)
+    machine.instead = (
+        "--compare A,B puts machines side by side; one machine's parts are joined by +"
     )
     add("--models", action="store_true", help="list the bundled configurations")
     add(
@@ -96,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args, THIS if args.machine is None else args.machine)
     fits = plan.layout.mode not in ("none", "disk")
     found, nearest = changes(plan), faster_ways(plan) if fits else alternatives(plan)
-    replayed = None if args.routing is None else _replay(plan, args.routing)
+    replayed, recorded = (None, 0) if args.routing is None else _replay(plan, args.routing)
     if args.picture is not None:
         from headrace.cli.plan_picture import svg
 
@@ -105,12 +110,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from headrace.cli.plan_record import record
 
-        answer = record(plan, found, nearest, replayed)
+        answer = record(plan, found, nearest, replayed, recorded)
         print(json.dumps(answer, ensure_ascii=False, indent=2))
         return 0
     from headrace.cli.plan_text import lines
 
-    for line in lines(plan, found, nearest, replayed):
+    for line in lines(plan, found, nearest, replayed, recorded):
         print(line)
     return 0
 
@@ -164,7 +169,8 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     return make_plan(spec, read_machine(machine), work)
 
 
-def _replay(plan: Plan, file: Path) -> Prediction:
+def _replay(plan: Plan, file: Path) -> tuple[Prediction, int]:
+    """What the recorded routing makes of the plan, and how many tokens were recorded."""
     from headrace.core.trace import RoutingTrace
     from headrace.engine.plan_replay import replay_routing
 
@@ -173,7 +179,14 @@ def _replay(plan: Plan, file: Path) -> Prediction:
     except ConfigError as error:
         message = f"--routing: {error.message}"
         raise ConfigError(message, hint=error.hint, param="--routing") from None
-    return replay_routing(plan, trace.ids.tolist(), trace.meta.num_experts)
+    with loading_progress() as update:
+
+        def progress(share: float) -> None:
+            if update is not None:
+                update("replaying the routing", share)
+
+        ids = trace.ids.tolist()
+        return replay_routing(plan, ids, trace.meta.num_experts, progress=progress), len(ids[0])
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.cli.plan_rates import rates_text
 from headrace.engine.plan import Plan
+from headrace.engine.plan_caution import caution
 from headrace.engine.plan_changes import Change
 from headrace.experts.simulate import Prediction
 from headrace.explain.step_time import StepTime
@@ -17,8 +19,10 @@ def record(
     changes: Sequence[Change] = (),
     nearest: Sequence[str] = (),
     replayed: Prediction | None = None,
+    recorded: int = 0,
 ) -> dict[str, Any]:
-    """Bytes, tokens a second, seconds; rates of the machine with their sources."""
+    """Bytes, tokens a second, seconds; rates of the machine with their sources. ``recorded``: tokens of the
+    routing that was replayed."""
     spec, layout = plan.spec, plan.layout
     return {
         "model": {
@@ -31,6 +35,7 @@ def record(
             "notes": list(spec.notes),
         },
         "machine": dataclasses.asdict(plan.machine),
+        "rates": rates_text(plan.machine),
         "workload": dataclasses.asdict(plan.workload),
         "fits": plan.fits,
         "sequences_at_once": plan.at_once,
@@ -39,8 +44,9 @@ def record(
         "layout": {"used": layout.used, "capacity": layout.capacity},
         "slots": layout.slots,
         "resident": layout.resident,
+        "chunk_tokens": layout.chunk,
         "speed": _speed(plan),
-        "replayed": None if replayed is None else _replayed(replayed),
+        "replayed": None if replayed is None else _replayed(replayed, recorded),
         "changes": [
             {
                 "name": change.name,
@@ -53,8 +59,10 @@ def record(
     }
 
 
-def _replayed(found: Prediction) -> dict[str, Any]:
+def _replayed(found: Prediction, recorded: int) -> dict[str, Any]:
     return {
+        "recorded_tokens": recorded,
+        "caution": caution(recorded),
         **dataclasses.asdict(found),
         "tokens_s": found.steps_per_s,
         "hit_rate": found.hit_rate,

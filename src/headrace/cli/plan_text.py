@@ -6,8 +6,11 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from headrace.cli.plan_rates import rates_text
 from headrace.cli.sizes import format_size
+from headrace.core.words import counted
 from headrace.engine.plan import Interval, Plan
+from headrace.engine.plan_caution import caution
 from headrace.engine.plan_changes import Change
 from headrace.experts.simulate import Prediction
 from headrace.explain.resources import TITLES
@@ -45,11 +48,12 @@ def lines(
     changes: Sequence[Change],
     nearest: Sequence[str],
     replayed: Prediction | None = None,
+    recorded: int = 0,
 ) -> list[str]:
-    """The whole report."""
+    """The whole report. ``recorded``: tokens of the routing that was replayed."""
     found = [*_head(plan), "", *_answer(plan)]
     if replayed is not None:
-        found += _labelled("replayed", _replay(replayed))
+        found += _labelled("replayed", _replay(replayed, recorded))
     if nearest:
         found += _labelled("faster" if _is_at_home(plan) else "nearest", list(nearest))
     found += ["", *_memory(plan)]
@@ -61,16 +65,18 @@ def lines(
     return found
 
 
-def _replay(found: Prediction) -> list[str]:
+def _replay(found: Prediction, recorded: int) -> list[str]:
     """What the routing of a text makes of the plan."""
     fetched, computed = (
         format_size(n / max(1, found.num_steps)) for n in (found.fetched_nbytes, found.cpu_nbytes)
     )
     idle = ", ".join(f"{name} {found.idle[name]:.0%}" for name in ("gpu", "pcie", "cpu"))
-    tokens = f"{found.num_steps:,} {'token' if found.num_steps == 1 else 'tokens'}"
+    tokens = counted(found.num_steps, "token", form=",")
+    said = caution(recorded)
     return [
-        f"{number(found.steps_per_s)} tok/s over {tokens} of the routing, "
+        f"{number(found.steps_per_s)} tok/s over {tokens} of the {recorded:,} recorded, "
         f"{found.hit_rate:.0%} of look-ups served",
+        *(() if said is None else _wrapped(f"caution: {said}")),
         f"{fetched} a token fetched, {computed} computed by the CPU; idle: {idle}",
     ]
 
@@ -104,13 +110,14 @@ def _head(plan: Plan) -> list[str]:
     size = f"{_count(spec.total_weights, 4)} weights"
     if spec.sparse:
         size += f", {_count(spec.active_weights, 3)} of them a token"
-    tokens = f"{work.context:,} {'token' if work.context == 1 else 'tokens'}"
-    users = f" x {work.concurrency:,} sequences" if work.concurrency > 1 else ""
+    tokens = counted(work.context, "token", form=",")
+    users = f" x {counted(work.concurrency, 'sequence', form=',')}" if work.concurrency > 1 else ""
     if plan.at_once < work.concurrency:
         users += f", {plan.at_once:,} of them at a time"
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
+        *_labelled("rates", [line for text in rates_text(machine) for line in _wrapped(text)]),
         *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
     ]
 
@@ -143,6 +150,7 @@ def _answer(plan: Plan) -> list[str]:
                 f"({plan.layout.resident:.1%}) serve {hits.expected:.0%} of look-ups "
                 f"({hits.low:.0%} to {hits.high:.0%})",
                 f"misses: {speed.fetch_share:.0%} fetched, {1 - speed.fetch_share:.0%} computed by the CPU",
+                f"prompts in chunks of up to {plan.layout.chunk:,} tokens, for each of which the others travel",
             ],
         )
     found += _labelled(
@@ -275,10 +283,14 @@ def comparison(plans: Sequence[Plan]) -> list[str]:
     for tier, label in (("vram", "VRAM used"), ("ram", "RAM used"), ("disk", "disk used")):
         rows.append((label, [format_size(p.layout.total(tier)) for p in plans]))
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
-    return [
+    found = [
         (f"{label:<{LABEL}}" + "  ".join(c.ljust(w) for c, w in zip(cells, widths))).rstrip()
         for label, cells in rows
     ]
+    for machine in {p.machine.name: p.machine for p in plans}.values():
+        said = f"rates of {machine.name}: {'; '.join(rates_text(machine))}"
+        found += _wrapped(said) if rates_text(machine) else []
+    return found
 
 
 def _hits(plan: Plan) -> str:

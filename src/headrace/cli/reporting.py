@@ -16,9 +16,6 @@ from headrace.core.errors import (
     outcome_of,
 )
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
-
 
 def prepare_streams() -> None:
     """Let any text be printed, whatever encoding the terminal claims to have."""

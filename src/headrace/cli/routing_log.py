@@ -20,6 +20,11 @@ class RoutingLog:
         """ids: an integer tensor [tokens, k]."""
         self.layers.setdefault(layer, []).extend(ids.tolist())
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens recorded so far."""
+        return len(next(iter(self.layers.values()), ()))
+
     def ids(self) -> list[list[list[int]]]:
         """[layers][tokens][k], layers in the model's order."""
         return [self.layers[layer] for layer in sorted(self.layers)]

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.cli.exit_codes import EXIT_INTERRUPTED
 from headrace.cli.flags import (
     Commands,
     add_command,
@@ -23,11 +24,13 @@ from headrace.cli.flags import (
 )
 from headrace.cli.outputs import check_output
 from headrace.cli.progress import loading_progress
-from headrace.cli.reporting import EXIT_INTERRUPTED, configure_logging, note
+from headrace.cli.reporting import configure_logging, note
 from headrace.cli.routing_log import RoutingLog, experts_of, save_routing
 from headrace.cli.session import Interrupts, Session, open_session
 from headrace.core.errors import ConfigError, RequestError
 from headrace.core.request import FinishReason, OutputDelta, SamplingParams
+from headrace.core.words import counted
+from headrace.engine.plan_caution import caution
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -157,7 +160,10 @@ def run(args: argparse.Namespace) -> int:
         code = answer_prompt(session, args, prompt, sampling)
         if routing is not None:
             save_routing(log, routing, args.model, prompt, experts)
-            note(f"the routing is in {routing}")
+            note(f"the routing of {counted(log.num_tokens, 'token')} is in {routing}")
+            few = caution(log.num_tokens)
+            if few is not None:
+                note(few)
         return code
     finally:
         session.close()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
+from headrace.cli.exit_codes import EXIT_INTERRUPTED
 from headrace.cli.progress import ProgressCallback
-from headrace.cli.reporting import EXIT_INTERRUPTED
 from headrace.core import errors
 from headrace.core.config import EngineConfig
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams

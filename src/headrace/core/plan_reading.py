@@ -12,6 +12,7 @@ from typing import Any, cast
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.plan_formats import stored_formats
 from headrace.core.plan_spec import AttentionKind, PlanSpec
+from headrace.core.words import counted
 
 Config = Mapping[str, Any]
 SHORT_CONTEXT = 2048  # where none is said: as the models had that were published before it was said
@@ -236,8 +237,8 @@ def _compressed(config: Config, hidden: int, layers: int) -> tuple[AttentionKind
     ratios = _counts(config, "compress_ratios")[:layers]
     if ratios and (len(ratios) < layers or not set(ratios) <= {0, 4, 128}):
         raise ConfigError(
-            f"config.json: compress_ratios is {ratios!r}; it must have 0, 4 or 128 for each of {layers} "
-            "layers",
+            f"config.json: compress_ratios is {ratios!r}; it must have 0, 4 or 128 for each layer, "
+            f"of which there are {layers}",
             hint="is this a language model's config.json, as it was published?",
             param="compress_ratios",
         )
@@ -287,7 +288,7 @@ def _mixture(config: Config, hidden: int, layers: int) -> tuple[dict[str, Any], 
     chosen = _count(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     if chosen > experts:
         raise ConfigError(
-            f"config.json: num_experts_per_tok is {chosen} and there are {experts} experts",
+            f"config.json: num_experts_per_tok is {chosen} and there are {counted(experts, 'expert')}",
             hint="is this a language model's config.json, as it was published?",
             param="num_experts_per_tok",
         )

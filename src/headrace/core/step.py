@@ -11,6 +11,12 @@ from typing import Literal
 from headrace.core.request import TokenLogprob
 
 STEP_STATS_VERSION = 1
+UNKNOWN = -1  # a token that the device chooses in the step before
+
+
+# Rows of a step that are projected and attended at a time. Queries, keys and attention's outputs take 66 KB
+# a row with gpt-oss's heads, the next layer's input 12; 2,048 rows keep the tensor cores busy.
+PIECE_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,16 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One iteration: decode chunks (one token) come first, then prefill chunks."""
+    """One iteration: decode chunks (one token) come first, then prefill chunks.
+
+    ``ahead``: planned before the step before it was known; its tokens are ``UNKNOWN``, each is what the
+    same row of that step chooses.
+    """
 
     step: int
     chunks: tuple[ScheduledChunk, ...]
     block_copies: tuple[tuple[int, int], ...] = ()  # (source, destination), before anything else
+    ahead: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from headrace.core.errors import ConfigError
 from headrace.core.record_json import record_from_json, record_to_json
+from headrace.core.words import counted
 
 ROUTING_TRACE_VERSION = 1
 
@@ -113,18 +114,19 @@ def _check(trace: RoutingTrace, source: str) -> None:
     ids, meta = trace.ids, trace.meta
     if ids.dtype.name not in ("int16", "int32") or ids.ndim != 3:
         raise ConfigError(
-            f"{source}: ids is {ids.dtype} with {ids.ndim} axes; expected int16 or int32 "
+            f"{source}: ids is {ids.dtype} with {counted(ids.ndim, 'axis', 'axes')}; expected int16 or int32 "
             "[layers, tokens, k]",
             param="ids",
         )
     if ids.shape[0] != len(meta.layers):
         raise ConfigError(
-            f"{source}: ids has {ids.shape[0]} layers, meta.layers lists {len(meta.layers)}",
+            f"{source}: ids has {counted(ids.shape[0], 'layer')}, meta.layers lists {len(meta.layers)}",
             param="layers",
         )
     if meta.documents and sum(meta.documents) != ids.shape[1]:
         raise ConfigError(
-            f"{source}: meta.documents add up to {sum(meta.documents)} tokens, ids has {ids.shape[1]}",
+            f"{source}: meta.documents add up to {counted(sum(meta.documents), 'token')}, "
+            f"ids has {ids.shape[1]}",
             param="documents",
         )
     if ids.size and not (int(ids.min()) >= -1 and int(ids.max()) < meta.num_experts):

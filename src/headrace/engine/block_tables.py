@@ -62,6 +62,28 @@ class BlockTables:
         seq.blocks.extend(new)
         return True
 
+    def extend_ahead(self, seqs: Iterable[Sequence]) -> bool:
+        """Give each of ``seqs`` a writable block for the position behind its next one, or change nothing.
+
+        That one is being computed, so its block is there. False where a copy would have to be made, or
+        where the pool has too few blocks.
+        """
+        without: list[Sequence] = []
+        for seq in seqs:
+            index = (seq.num_computed + 1) // self.size
+            if index == len(seq.blocks):
+                without.append(seq)
+            elif self.pool.references(seq.blocks[index]) > 1 or self.pool.is_kept(
+                seq.blocks[index]
+            ):
+                return False
+        new = self.pool.allocate(len(without))
+        if new is None:
+            return False
+        for seq, block in zip(without, new, strict=True):
+            seq.blocks.append(block)
+        return True
+
     def release(self, seq: Sequence) -> None:
         """Give all blocks back, the deepest first, so that leaves are evicted before parents."""
         self.pool.free(seq.blocks[::-1])

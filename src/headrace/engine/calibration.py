@@ -11,6 +11,7 @@ from headrace.checkpoint.fingerprint import weights_hash
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.errors import UserError
 from headrace.core.kv_formats import MAX_RANK
+from headrace.core.words import counted
 from headrace.kv.directions import save_directions
 from headrace.machine.device import HostDevice
 from headrace.models.calibration import LONGEST, calibration_text, directions, query_moments
@@ -54,7 +55,7 @@ def calibrate(
     ids = ids[: min(max_tokens, checkpoint.spec.max_context)]
     if len(ids) < min_tokens:
         raise UserError(
-            f"the text has {len(ids)} tokens, at least {min_tokens} are needed",
+            f"the text has {counted(len(ids), 'token')}, at least {min_tokens} are needed",
             hint="give a longer --text, or leave it out",
         )
     device = HostDevice()

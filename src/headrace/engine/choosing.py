@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_spec import ModelSpec
+from headrace.core.words import counted
 from headrace.engine.memory_plan import megabytes
 from headrace.machine.probe import Machine
 
@@ -182,7 +183,7 @@ def choose_context(
     pool = positive("--kv-tokens", config.kv_tokens)
     if wanted is not None and wanted > spec.max_context:
         raise ConfigError(
-            f"--context is {wanted}; the model's own limit is {spec.max_context} tokens",
+            f"--context is {wanted}; the model's own limit is {counted(spec.max_context, 'token')}",
             hint=f"give at most --context {spec.max_context}",
             param="--context",
         )

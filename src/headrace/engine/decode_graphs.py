@@ -5,6 +5,9 @@ A step of fewer sequences than the next captured size is padded: rows of padding
 
 Whether a page becomes full is data, too: where pages are sealed, the append kernel finds it out from the
 context lengths, so the same graph serves steps that seal and steps that do not.
+
+A graph leaves the tokens that it chose where the next step reads its own, so that this one can be launched
+before the host knows them.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import open_chunks
-from headrace.engine.decode_inputs import DecodeInputs
+from headrace.engine.decode_inputs import IMAGES, DecodeInputs
+from headrace.engine.device_choice import TokenChooser
 from headrace.kv.open_pages import OpenPages
 from headrace.kv.storage import num_blocks_of
 from headrace.machine.device import Device, Graph
-from headrace.ops.records import AttentionBatch, LayerCache, SealedKV
+from headrace.machine.readback import ReadBack
+from headrace.ops.records import AttentionBatch, LayerCache, Rule, SealedKV
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 Work = Callable[[], tuple[torch.Tensor, ...]]
@@ -41,18 +48,13 @@ class ForwardLogits(Protocol):
 class StepResult:
     """What a step leaves on the device, valid until the next one.
 
-    logits: float32 [B, vocab]; best: float32 [2, B], each row's largest logit and its token id (the
-    smallest among equals, exact below 2^24). Rows beyond the step's own are padding.
+    logits: float32 [B, vocab]; picked: int32 [2, B], the token ids of the rows that have a rule
+    (``engine.device_choice``), and the bits of the float32 that is each such row's largest logit: NaN if
+    it holds one. Rows without a rule and those of padding have zeros.
     """
 
     logits: torch.Tensor
-    best: torch.Tensor
-
-
-def best_of(logits: torch.Tensor) -> torch.Tensor:
-    """``StepResult.best`` of logits [R, vocab]; a row with a NaN has NaN as its largest."""
-    ids = logits.argmax(-1, keepdim=True)  # the first of equals, and a NaN before anything
-    return torch.stack((logits.gather(-1, ids).squeeze(-1), ids.squeeze(-1).float()))
+    picked: torch.Tensor
 
 
 class DecodeGraphs:
@@ -88,6 +90,8 @@ class DecodeGraphs:
             sealed=isinstance(kv[0], SealedKV),
         )
         self._graphs: dict[int, tuple[Graph, StepResult]] = {}
+        self._chooser = TokenChooser(decoder, device.backends, device.torch_device, largest)
+        self._read = ReadBack(device, 2 * largest, torch.int32, IMAGES)
 
     @property
     def max_batch(self) -> int:
@@ -113,11 +117,13 @@ class DecodeGraphs:
 
         def work() -> tuple[torch.Tensor, ...]:
             logits = self._decoder.logits(self._decoder.forward(tokens, batch, self._kv))
-            return logits, best_of(logits)
+            picked = self._chooser.choose(logits, self._inputs.rules(size))
+            tokens.copy_(picked[0])
+            return logits, picked
 
         graph = self._device.graph()
-        logits, best = graph.capture(work if around is None else around(work))
-        return graph, StepResult(logits, best)
+        logits, picked = graph.capture(work if around is None else around(work))
+        return graph, StepResult(logits, picked)
 
     def size_of(self, rows: int) -> int:
         """Rows of the graph that serves a step of ``rows`` rows."""
@@ -130,15 +136,40 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(
-        self, chunks: Sequence[ScheduledChunk], open_pages: OpenPages | None = None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        open_pages: OpenPages | None = None,
+        rules: Sequence[Rule] | None = None,
+        *,
+        ahead: bool = False,
     ) -> StepResult:
         """Compute one token for each chunk. The results are on their way when this returns.
 
+        At most one step before this one may still be on its way.
+
         open_pages: hands out the open pages of a cache whose pages are sealed.
+        rules: how to choose each chunk's token; None: greedily.
+        ahead: the tokens are those that the step before, of as many chunks, chose.
         """
         size = self.size_of(len(chunks))
         opened = () if open_pages is None else open_chunks(chunks, open_pages)
-        self._inputs.fill(chunks, size, opened)
+        self._inputs.fill(chunks, size, opened, rules, ahead=ahead)
         graph, result = self._graphs[size]
         graph.replay()
         return result
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        open_pages: OpenPages | None = None,
+        rules: Sequence[Rule] | None = None,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """``run``, and send what was chosen to the host, for ``picked`` to read."""
+        self._read.post(self.run(chunks, open_pages, rules, ahead=ahead).picked)
+
+    def picked(self) -> npt.NDArray[np.int32]:
+        """Wait for the oldest launched step: ``StepResult.picked``, valid until the next but one launch."""
+        return self._read.take().numpy()

@@ -1,4 +1,8 @@
-"""The fixed tensors that captured decoding steps read, and how a step's inputs get there."""
+"""The fixed tensors that captured decoding steps read, and how a step's inputs get there.
+
+A step may be sent while the one before it is still being computed. Its image is another one then: the
+device may not have copied the first yet.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 from headrace.core.step import ScheduledChunk
 from headrace.kv.open_pages import OpenChunk
 from headrace.machine.device import Device
-from headrace.ops.records import AttentionBatch, OpenBatch
+from headrace.ops.records import GREEDY_RULE, NO_RULE, AttentionBatch, OpenBatch, Rule
 
 # Parts of the inputs start at multiples of this many bytes, which kernels may rely on.
 _ALIGN = 16
@@ -17,10 +21,12 @@ _ALIGN = 16
 # start and end within one step, which no decoding step has; there is one at least (``pool_shape``).
 SCRATCH_OPEN_SLOT = 0
 _NO_SEAL = (-1, 0, 0)
+# Steps whose inputs may be on their way at once: one that is computed, and the one behind it.
+IMAGES = 2
 
 
 class DecodeInputs:
-    """The fixed tensors that graphs read, and their image in pinned host memory.
+    """The fixed tensors that graphs read, and their images in pinned host memory, used in turn.
 
     One block of bytes each, so that a step's inputs travel in one copy: ``_Views`` has its parts.
     Block tables come last, and only the rows in use are copied.
@@ -42,24 +48,20 @@ class DecodeInputs:
         block_tokens: int,
         sealed: bool = False,
     ) -> None:
-        self._rows = batch
+        self._device = device
         self._max_blocks = max_blocks
         self._scratch = scratch_block
         self._block_tokens = block_tokens
         self._sealed = sealed
         layout = _Layout(batch, max_blocks)
-        self._host_bytes = device.pinned(layout.nbytes, dtype=torch.uint8)
-        self._host_bytes.zero_()
         target = device.torch_device
         self._device_bytes = torch.zeros(layout.nbytes, dtype=torch.uint8, device=target)
         self._layout = layout
-        self._host = _HostRows(_Views(self._host_bytes, layout))
         self._views = _Views(self._device_bytes, layout)
         self._query_start = torch.arange(batch + 1, dtype=torch.int32, device=target)
-        self._host.fill_padding(slice(0, batch), scratch_block, block_tokens)
-        # What each row of the tables holds: writing 2,000 numbers of Python anew takes 49 us of every step,
-        # finding that they are the same 10 (Zen 4, 2026-11-30).
-        self._tables: list[tuple[int, ...]] = [()] * batch
+        self._images = [_Image(device, layout) for _ in range(IMAGES)]
+        for image in self._images:
+            image.rows.fill_padding(slice(0, batch), scratch_block, block_tokens)
 
     def batch(self, size: int) -> tuple[torch.Tensor, AttentionBatch]:
         """Token ids and batch of the first ``size`` rows, as views of the fixed tensors."""
@@ -77,47 +79,83 @@ class DecodeInputs:
             open=opened,
         )
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Token ids, int64 [batch], where a step leaves those that the next one may begin with."""
+        return self._views.tokens
+
+    def rules(self, size: int) -> torch.Tensor:
+        """float64 [size, 5]: how to choose each row's token (``ops.records.Rule``)."""
+        return self._views.rules[:size]
+
     def fill(
-        self, chunks: Sequence[ScheduledChunk], size: int, opened: Sequence[OpenChunk] = ()
+        self,
+        chunks: Sequence[ScheduledChunk],
+        size: int,
+        opened: Sequence[OpenChunk] = (),
+        rules: Sequence[Rule] | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Send a step's inputs: one row for each chunk, padding up to ``size``.
 
+        The step that was sent ``IMAGES`` calls ago must be done.
+
         opened: the open page of each chunk, where pages are sealed.
+        rules: how to choose each chunk's token; None: greedily.
+        ahead: the tokens are those that the step before leaves in ``tokens``.
         """
-        host, block_tokens = self._host, self._block_tokens
+        self._images.append(self._images.pop(0))
+        image, block_tokens = self._images[-1], self._block_tokens
+        host = image.rows
         for row, chunk in enumerate(chunks):
             host.tokens[row] = chunk.token_ids[0]
             host.positions[row] = chunk.start
             used = chunk.start // block_tokens + 1
-            self._fill_table(row, chunk.block_ids[:used])
+            image.fill_table(row, chunk.block_ids[:used])
             place = chunk.start % block_tokens
             host.slots[row] = chunk.block_ids[used - 1] * block_tokens + place
             host.contexts[row] = chunk.start + 1
             host.valid[row] = True
+            host.rules[row] = GREEDY_RULE if rules is None else rules[row]
             if self._sealed:
                 (slot,) = opened[row].slots
                 host.open_rows[row] = slot * block_tokens + place
                 host.open_pages[row, 0] = slot
                 host.seals[row] = opened[row].seals[0] if opened[row].seals else _NO_SEAL
         host.fill_padding(slice(len(chunks), size), self._scratch, block_tokens)
-        self._tables[len(chunks) : size] = [()] * (size - len(chunks))
-        end = self._layout.nbytes_of(size)
-        self._device_bytes[:end].copy_(self._host_bytes[:end], non_blocking=True)
+        image.tables[len(chunks) : size] = [()] * (size - len(chunks))
+        sent = slice(self._layout.offsets[1] if ahead else 0, self._layout.nbytes_of(size))
+        self._device.copy(self._device_bytes[sent], image.data[sent])
 
-    def _fill_table(self, row: int, ids: tuple[int, ...]) -> None:
+
+class _Image:
+    """A step's inputs on the host.
+
+    tables: what each row of the block tables holds. Writing 2,000 numbers of Python anew takes 49 us of
+    every step, finding that they are the same 10 (Zen 4, 2026-11-30).
+    """
+
+    def __init__(self, device: Device, layout: _Layout) -> None:
+        self.data = device.pinned(layout.nbytes, dtype=torch.uint8)
+        self.data.zero_()
+        self.rows = _HostRows(_Views(self.data, layout))
+        self.tables: list[tuple[int, ...]] = [()] * layout.batch
+
+    def fill_table(self, row: int, ids: tuple[int, ...]) -> None:
         """Write a row's blocks, those that it does not hold yet."""
-        known = self._tables[row]
+        known = self.tables[row]
         if ids == known:
             return
         same = len(known) if ids[: len(known)] == known else 0
-        self._host.tables[row][same : len(ids)] = ids[same:]
-        self._tables[row] = ids
+        self.rows.tables[row][same : len(ids)] = ids[same:]
+        self.tables[row] = ids
 
 
 class _Layout:
     """Where the parts lie: for each, bytes of a row."""
 
-    WIDTHS = (8, 8, 8, 4, 1, 8, 4, 12)  # in the order of ``_Views``, block tables left out
+    WIDTHS = (8, 8, 8, 4, 1, 8, 4, 12, 40)  # in the order of ``_Views``, block tables left out
 
     def __init__(self, batch: int, max_blocks: int) -> None:
         self.batch = batch
@@ -136,7 +174,7 @@ class _Layout:
 class _Views:
     """Typed views of one block of inputs: int64 tokens, positions, slots [B]; int32 context lengths [B];
     bool, rows that count [B]; of open pages int64 rows [B], int32 slots [B, 1], int32 seals [B, 3];
-    int32 block tables [B, blocks]."""
+    float64 rules [B, 5]; int32 block tables [B, blocks]."""
 
     def __init__(self, data: torch.Tensor, layout: _Layout) -> None:
         batch = layout.batch
@@ -153,8 +191,9 @@ class _Views:
         self.open_rows = part(5, torch.int64)
         self.open_pages = part(6, torch.int32).view(batch, 1)
         self.seals = part(7, torch.int32, 3).view(batch, 3)
+        self.rules = part(8, torch.float64, 5).view(batch, 5)
         columns = layout.row_nbytes // 4
-        self.tables = part(8, torch.int32, columns).view(batch, columns)
+        self.tables = part(9, torch.int32, columns).view(batch, columns)
 
 
 class _HostRows:
@@ -165,7 +204,7 @@ class _HostRows:
         self.slots, self.contexts = views.slots.numpy(), views.contexts.numpy()
         self.valid, self.tables = views.valid.numpy(), views.tables.numpy()
         self.open_rows, self.open_pages = views.open_rows.numpy(), views.open_pages.numpy()
-        self.seals = views.seals.numpy()
+        self.seals, self.rules = views.seals.numpy(), views.rules.numpy()
 
     def fill_padding(self, rows: slice, block: int, block_tokens: int) -> None:
         """Rows that stand for nobody: token 0 at position 0, alone in a block of nobody's."""
@@ -178,6 +217,7 @@ class _HostRows:
         self.open_rows[rows] = SCRATCH_OPEN_SLOT * block_tokens
         self.open_pages[rows] = SCRATCH_OPEN_SLOT
         self.seals[rows] = _NO_SEAL
+        self.rules[rows] = NO_RULE
 
 
 def _aligned(nbytes: int) -> int:

@@ -11,11 +11,16 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from headrace.core.config import EngineConfig
-from headrace.core.errors import DeviceLostError, EngineDeadError, WorkerLostError
+from headrace.core.errors import (
+    DeviceLostError,
+    EngineDeadError,
+    InternalError,
+    WorkerLostError,
+)
 from headrace.core.request import (
     FinishReason,
     GenerationRequest,
@@ -23,15 +28,24 @@ from headrace.core.request import (
     RequestFailed,
 )
 from headrace.core.status import EngineSnapshot
-from headrace.core.step import ClassStats, ScheduledChunk, StepOutput, StepPlan, StepStats
-from headrace.engine.expert_stats import expert_classes
+from headrace.core.step import (
+    SampledToken,
+    ScheduledChunk,
+    StepOutput,
+    StepPlan,
+    StepStats,
+)
+from headrace.engine.computing import Computing, Flight
+from headrace.engine.flights import Flights
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.engine.profilers import make_profiler
 from headrace.engine.requests import LiveRequest, LiveSequence, failure
 from headrace.engine.runner import Ranges, Runner
 from headrace.engine.sampler import SamplingState
-from headrace.engine.scheduler import Finished, Scheduler
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler_records import Finished
+from headrace.engine.step_stats import stats_of
 from headrace.engine.text_stream import Piece, TextStream
 from headrace.engine.validate import validate_request
 from headrace.kv.storage import is_out_of_memory
@@ -57,7 +71,6 @@ class Engine:
         self._tokenizer = parts.tokenizer
         self._vocab = parts.decoder.spec.vocab
         self._decoder = parts.decoder
-        self._profiler: StepProfiler | None = None
         self._scheduler = Scheduler(parts.scheduler)
         pool = self._scheduler.tables.pool
         self._device = parts.device
@@ -73,10 +86,13 @@ class Engine:
         self._requests: dict[str, LiveRequest] = {}
         self._sequences: dict[int, LiveSequence] = {}
         self._states: dict[int, SamplingState] = {}
+        self._computing = Computing(self._runner, parts.device, parts.experts, self._states)
+        self._flights = Flights(self._scheduler, self._computing)
         self._pending: list[Output] = []  # deltas of cancelled requests, given out by step()
         self._finished: Counter[str] = Counter()
         self._aborted = 0
         self._step_seconds = 0.0
+        self._ended_s = 0.0  # the last step
         self._dead: BaseException | None = None
 
     @staticmethod
@@ -148,13 +164,18 @@ class Engine:
         Raises:
             InternalError: the model's operations cannot be watched.
         """
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
+        watching = self._computing
+        if watching.profiler is not None:
+            watching.profiler.stop()
+            watching.profiler = None
         if on:
-            self._profiler = make_profiler(self._parts)
-            self._profiler.start()
-        return self._profiler
+            watching.profiler = make_profiler(self._parts)
+            watching.profiler.start()
+        return watching.profiler
+
+    def run_ahead(self, on: bool) -> None:
+        """Whether decoding steps run ahead of each other where they can, as from the start."""
+        self._computing.queues = on and self._device.queues
 
     @property
     def parts(self) -> EngineParts:
@@ -172,12 +193,10 @@ class Engine:
         self._require_alive()
         outputs, self._pending = self._pending, []
         try:
-            start = time.perf_counter()
-            plan = self._scheduler.schedule()
-            if plan is not None:
-                outputs.extend(self._run(plan, start))
-                if not self._scheduler.has_work():
-                    self._scheduler.check()
+            worked = self._scheduler.has_work()
+            self._advance(outputs)
+            if worked and not self._scheduler.has_work():
+                self._scheduler.check()
         except Exception as error:
             self._dead = error
             raise EngineDeadError(
@@ -214,15 +233,60 @@ class Engine:
             self._scheduler.abort(live.request.request_id)
             self._forget(live)
         self._pending.clear()
+        try:
+            self._flights.settle()
+        except DeviceLostError as error:
+            log.warning("closing: %s", error)
         if self._experts is not None:
             self._experts.close()
         self._dead = self._dead or EngineDeadError("the engine has been closed")
 
-    def _run(self, plan: StepPlan, start: float) -> list[Output]:
-        ranges = Ranges()
-        ranges.seconds["schedule"] = time.perf_counter() - start
-        self._runner.copy_blocks(plan.block_copies)
-        output, outputs = self._compute(plan, ranges)
+    def _advance(self, outputs: list[Output]) -> None:
+        """Handle the step on its way, with the next one behind it if that is certain; or one at once."""
+        if not self._scheduler.has_work():
+            return
+        self._flights.settle()
+        if not self._flights:
+            start, ranges = time.perf_counter(), Ranges()
+            plan = self._scheduler.schedule()
+            if plan is None:
+                return
+            ranges.seconds["schedule"] = time.perf_counter() - start
+            self._computing.begin(plan)
+            flight = Flight(plan, start, self._computing.profiler, ranges)
+            if not self._flights.launch(flight):
+                output, failed = self._compute(plan, ranges)
+                outputs += failed + self._take(flight, output)
+                return
+        self._flights.run_ahead()
+        flight = self._flights.next()
+        output, failed = self._land(flight)
+        outputs += failed + self._take(flight, output)
+
+    def _land(self, flight: Flight) -> tuple[StepOutput, list[Output]]:
+        """Wait for a step. What fails is the sequence whose logits are not finite, or all of them."""
+        plan, failed = flight.plan, list[Output]()
+        try:
+            found = self._computing.land(flight)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            failed += self._fail_all(plan, error)
+            return StepOutput(plan.step), failed
+        for chunk, item in zip(plan.chunks, found, strict=True):
+            # Sequences may have ended since, and a sibling may have failed the request.
+            if isinstance(item, InternalError) and chunk.seq_id in self._sequences:
+                failed.append(self._fail(chunk, item))
+        sampled = (item for item in found if isinstance(item, SampledToken))
+        return StepOutput(
+            plan.step, tuple(item for item in sampled if item.seq_id in self._sequences)
+        ), failed
+
+    def _take(self, flight: Flight, output: StepOutput) -> list[Output]:
+        """Turn what a step gave into text, commit it and say what came of it."""
+        plan, ranges = flight.plan, flight.ranges
+        start = max(flight.begun_s, self._ended_s)  # one that ran ahead began where the other ended
+        outputs: list[Output] = []
         for scores in output.prompt_logprobs:
             self._sequences[scores.seq_id].live.take_scores(scores)
         pieces: dict[int, Piece] = {}
@@ -245,24 +309,15 @@ class Engine:
                 text += live.text.finish()
             delta = live.live.delta(item.seq_id, item, piece, text)
             outputs.append(delta if end is None else self._end(live, end, delta))
-        classes = () if self.observe is None else self._classes(plan, ranges)
-        seconds = (
-            time.perf_counter() - start
-        )  # with what watching takes, which whoever waits pays, too
+        classes = self._computing.classes(flight, start, wanted=self.observe is not None)
+        # With what watching takes, which whoever waits pays, too.
+        self._ended_s = time.perf_counter()
+        seconds = self._ended_s - start
         self._step_seconds += seconds
-        if self.observe is not None:
-            self.observe(_stats(plan, seconds, classes))
+        # Somebody may have begun to watch, or stopped, while the step was on its way.
+        if self.observe is not None and flight.profiler is self._computing.profiler:
+            self.observe(stats_of(plan, seconds, classes))
         return outputs
-
-    def _classes(self, plan: StepPlan, ranges: Ranges) -> tuple[ClassStats, ...]:
-        """Coarse ranges, or classes while they are watched."""
-        if self._profiler is None:
-            return ranges.stats()
-        seen = self._profiler.take(plan, ranges.seconds)
-        last = None if self._experts is None else self._experts.last
-        if last is None:
-            return seen
-        return seen + expert_classes(last, timed=not self._profiler.samples)
 
     def _end(self, live: LiveSequence, end: Finished, delta: OutputDelta) -> OutputDelta:
         request = live.live
@@ -283,15 +338,11 @@ class Engine:
         and everybody else would wait.
         """
         try:
-            return self._compute_chunks(plan.step, plan.chunks, ranges), []
+            return self._computing.compute(plan.step, plan.chunks, ranges), []
         except DeviceLostError:
             raise
         except WorkerLostError as error:
-            return StepOutput(plan.step), [
-                self._fail(chunk, error)
-                for chunk in plan.chunks
-                if chunk.seq_id in self._sequences  # a sibling has failed the request
-            ]
+            return StepOutput(plan.step), self._fail_all(plan, error)
         except Exception:
             log.exception("step %d failed; computing its chunks one by one", plan.step)
         self._device.release_cached()
@@ -300,7 +351,7 @@ class Engine:
             if chunk.seq_id not in self._sequences:  # a sibling has failed the request
                 continue
             try:
-                part = self._compute_chunks(plan.step, [chunk], ranges)
+                part = self._computing.compute(plan.step, [chunk], ranges)
             except DeviceLostError:
                 raise
             except Exception as error:
@@ -318,32 +369,12 @@ class Engine:
             tuple(s for s in output.prompt_logprobs if s.seq_id in alive),
         ), failed
 
-    def _compute_chunks(
-        self, step: int, chunks: Sequence[ScheduledChunk], ranges: Ranges
-    ) -> StepOutput:
-        """Run chunks on the device.
-
-        Raises:
-            DeviceLostError: nothing more can be computed there.
-        """
-        try:
-            if self._experts is not None:
-                with ranges.timed("experts"):
-                    self._experts.step_begins(sum(len(c.token_ids) for c in chunks))
-            if self._profiler is not None:
-                self._profiler.begins(chunks)
-            output = self._runner.compute(step, chunks, self._states, ranges)
-            if self._experts is not None:
-                with ranges.timed("experts"):
-                    self._experts.step_ended()
-        except Exception as error:
-            if self._device.is_lost(error):
-                raise DeviceLostError(
-                    f"{self._device.name}: {str(error).splitlines()[0]}",
-                    hint="restart the engine; if it happens again, check the driver's log (dmesg)",
-                ) from error
-            raise
-        return output
+    def _fail_all(self, plan: StepPlan, error: Exception) -> list[Output]:
+        return [
+            self._fail(chunk, error)
+            for chunk in plan.chunks
+            if chunk.seq_id in self._sequences  # a sibling has failed the request
+        ]
 
     def _fail(self, chunk: ScheduledChunk, error: Exception) -> RequestFailed:
         live = self._sequences[chunk.seq_id].live
@@ -367,19 +398,3 @@ class Engine:
         if self._dead is not None:
             reason = getattr(self._dead, "message", str(self._dead))
             raise EngineDeadError(f"the engine has ended: {reason}", hint="load the model again")
-
-
-def _stats(plan: StepPlan, seconds: float, classes: tuple[ClassStats, ...]) -> StepStats:
-    decoding = sum(len(c.token_ids) == 1 for c in plan.chunks)
-    if decoding == len(plan.chunks):
-        phase = "decode"
-    else:
-        phase = "mixed" if decoding else "prefill"
-    return StepStats(
-        step=plan.step,
-        phase=phase,
-        batch=len(plan.chunks),
-        tokens=plan.num_tokens,
-        seconds=seconds,
-        classes=classes,
-    )

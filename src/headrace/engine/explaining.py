@@ -13,7 +13,8 @@ from headrace.core.errors import ConfigError, InternalError, MachineError
 from headrace.core.request import GenerationRequest, OutputDelta, RequestFailed, SamplingParams
 from headrace.core.status import EngineInfo
 from headrace.core.step import StepStats
-from headrace.engine.expert_prediction import CachedExperts, expert_seconds
+from headrace.core.words import counted
+from headrace.engine.expert_prediction import CachedExperts, expert_seconds, lateness
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.experts.live import LiveExperts
@@ -123,7 +124,7 @@ def check_workload(info: EngineInfo, workload: Workload) -> None:
     if workload.prompt + workload.steps > context:
         raise ConfigError(
             f"--prompt-tokens {workload.prompt} and --steps {workload.steps} do not fit the context of "
-            f"{context} tokens",
+            f"{counted(context, 'token')}",
             hint="give fewer, or a larger --context",
             param="--prompt-tokens",
         )
@@ -170,17 +171,19 @@ def report_of(
     sample = watch.sample(phase)
     if sample is None:
         return None
-    experts = experts_of(engine, sample)
-    if experts is not None:
-        try:
-            experts(machine)
-        except MachineError:  # nothing is predicted where a rate is missing
-            experts = None
+    try:
+        experts = experts_of(engine, sample, machine)
+    except MachineError:  # nothing is predicted where a rate is missing
+        experts = None
     return explain(engine.info.model, sample, watch.model, machine, engine.info.threads, experts)
 
 
-def experts_of(engine: Explainable, sample: Sample) -> ExpertPrice | None:
-    """What the sample's experts should take, with the hits of its steps; None without a cache of them."""
+def experts_of(engine: Explainable, sample: Sample, machine: MachineProfile) -> ExpertPrice | None:
+    """What the sample's experts should take, with the hits of its steps; None without a cache of them.
+
+    Raises:
+        MachineError: ``machine``, which the engine runs on, lacks a rate.
+    """
     cached = cached_experts(engine.parts)
     if cached is None or not sample.rows.decode:
         return None
@@ -189,7 +192,10 @@ def experts_of(engine: Explainable, sample: Sample) -> ExpertPrice | None:
         moved[one.id] += one.bytes.hbm + one.bytes.pcie + one.bytes.dram
     looked_up = moved[leaf.EXPERTS_GPU] + moved[leaf.EXPERTS_CPU]
     hits = moved[leaf.EXPERTS_GPU] - moved[leaf.EXPERT_FETCH]
-    return partial(expert_seconds, cached, hits / looked_up if looked_up else 0.0)
+    hit_rate = hits / looked_up if looked_up else 0.0
+    price = partial(expert_seconds, cached, hit_rate, late=lateness(cached, machine))
+    price(machine)
+    return price
 
 
 def cached_experts(parts: EngineParts) -> CachedExperts | None:

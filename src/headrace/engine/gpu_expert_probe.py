@@ -78,12 +78,12 @@ def probe_experts(
     shares = torch.full((1, top_k), 1 / top_k, device=device.torch_device)
 
     def layer(index: int, ids: torch.Tensor) -> None:
-        paths.prepare(x)
+        paths.prepare(index % LAYERS, x)
         paths.plan(index % LAYERS, ids, shares)
         paths.hits(x)
         if plan.max_fetch:
             paths.fetched(x)
-        paths.combine(1).add_(x)
+        paths.combine(1, x)
 
     def seconds(chosen: int) -> float:
         """Of a layer with so many experts."""

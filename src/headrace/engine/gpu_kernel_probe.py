@@ -19,7 +19,6 @@ import torch
 from headrace.core.errors import InternalError
 from headrace.core.step import ScheduledChunk
 from headrace.engine.batch import build_batch
-from headrace.engine.decode_graphs import best_of
 from headrace.engine.gpu_profiler import mark_seconds
 from headrace.engine.stand_in import packed
 from headrace.engine.this_machine import measured_rate
@@ -33,6 +32,7 @@ from headrace.machine.device import Device, Graph
 from headrace.machine.profile import Rate
 from headrace.ops.measure import Marks, step_marks
 from headrace.ops.records import (
+    GREEDY_RULE,
     Activation,
     AttentionBatch,
     AttentionBlock,
@@ -205,7 +205,8 @@ class GpuProbe:
         norm_s = self.seconds([partial(ops.rmsnorm, x, weight, 1e-5) for weight in weights])
         rows_s = self.seconds([lambda: ops.rmsnorm(many, weights[0], 1e-5)])
         logits = self._ones(1, spec.vocab)
-        best_s = self.seconds([lambda: best_of(logits)])
+        rules = torch.tensor([GREEDY_RULE], dtype=torch.float64, device=logits.device)
+        best_s = self.seconds([lambda: ops.sample(logits, rules, self._counters)])
         table = packed("bf16", 64, spec.hidden, self._device.torch_device)
         ids = torch.zeros(1, dtype=torch.int64, device=self._device.torch_device)
         embed_s = self.seconds([lambda: ops.embed(table, ids)])

@@ -3,10 +3,14 @@
 A kernel that notes the GPU's clock is launched behind every operation (``ops.measure.Marks``). Where steps
 are replayed from graphs, one step in ``EVERY`` replays a second recording of the same step with the marks
 in it; the others run the product's own graph and are what a step takes.
+
+Steps that run ahead of the host (``engine.flights``) hide what it does meanwhile. Its classes then have the
+seconds for which the GPU waited: from one result to the next, less the GPU's own.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,6 +25,7 @@ from headrace.engine.decode_graphs import DecodeGraphs, StepResult, Work
 from headrace.engine.profiler import RANGE_CLASSES, StepProfiler, rows_of
 from headrace.explain import leaf
 from headrace.machine.device import Device, Graph
+from headrace.machine.readback import ReadBack
 from headrace.ops.measure import Marks
 
 # Of the replayed steps one is slowed down by its marks, the seventh one first: after a bracket that counts.
@@ -45,10 +50,12 @@ PATHS = {
     "combine": leaf.EXPERTS_GPU,
 }
 WAITS = {"fetched": leaf.EXPERT_FETCH}
-# Host ranges within which the GPU works.
+# Host ranges within which the GPU works; of a launched step the first only starts it.
 COMPUTING = ("decoder", "logits", "sampler")
+LAUNCHING, WAITING = "decoder", ("logits", "sampler")
+NANO = 1e9
 
-Mode = Literal["plain", "marked", "bracket", "launched"]
+Mode = Literal["plain", "marked", "bracket", "eager"]
 Recording = tuple[Graph, StepResult]
 
 
@@ -118,6 +125,14 @@ class _Recorded:
     spans_s: list[float] = field(default_factory=list[float])  # of the brackets, newest last
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """How a step is watched; of which size its graph is, 0 without one."""
+
+    mode: Mode
+    size: int
+
+
 class GpuStepProfiler(StepProfiler):
     """See ``StepProfiler``.
 
@@ -146,48 +161,75 @@ class GpuStepProfiler(StepProfiler):
         self._replays = 0
         self._swapped: tuple[int, Recording] | None = None
         self._entered = False
-        self._mode: Mode = "plain"
+        self._turn = _Turn("plain", 0)
+        self._flying: deque[_Turn] = deque()  # launched and not taken, the oldest first
+        self._stamps = ReadBack(device, 2, torch.int64)
         self._mark_s = 0.0
         self.samples = graphs is not None
 
     def start(self) -> None:
         """Watch from now on."""
         self._replays = 0
+        self._flying.clear()
+        self._stamps = ReadBack(self._device, 2, torch.int64)
         if self._graphs is not None and not self._mark_s:
             self._mark_s = mark_seconds(self._device, self._marks)
 
     def stop(self) -> None:
         """Leave the operations and graphs alone."""
+        self._device.synchronize()  # one of the recordings may still be on its way
         self._leave()
         self._recorded.clear()
+
+    def can_launch(self, chunks: Sequence[ScheduledChunk], *, ahead: bool) -> bool:
+        """See ``StepProfiler``. What is not recorded yet is not recorded beside a step."""
+        turn = self._next_turn(chunks)
+        if turn.mode == "eager":
+            return False
+        return not ahead or turn.mode == "plain" or turn.size in self._recorded
+
+    def _next_turn(self, chunks: Sequence[ScheduledChunk]) -> _Turn:
+        graphs, rows = self._graphs, len(chunks)
+        single = all(len(chunk.token_ids) == 1 for chunk in chunks)
+        if graphs is None or not single or rows > graphs.max_batch:
+            return _Turn("eager", 0)
+        turn, size = self._replays % EVERY, graphs.size_of(rows)
+        if turn == FIRST:
+            return _Turn("marked", size)
+        if self._replays == 0 or turn % BRACKETS == FIRST_BRACKET:
+            return _Turn("bracket", size)
+        return _Turn("plain", size)
 
     def begins(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Mark this step, if it is its turn."""
         self._leave()
-        graphs, rows = self._graphs, len(chunks)
-        single = all(len(chunk.token_ids) == 1 for chunk in chunks)
-        if graphs is None or not single or rows > graphs.max_batch:
-            self._mode = "launched"
+        graphs, self._turn = self._graphs, self._next_turn(chunks)
+        mode, size = self._turn.mode, self._turn.size
+        if graphs is None or mode == "eager":
             self._enter()
             self._labels = []
             self._marks.begin()
             return
-        turn = self._replays % EVERY
         self._replays += 1
-        self._mode = "plain"
-        if turn == FIRST:
-            self._mode = "marked"
-        elif self._replays == 1 or turn % BRACKETS == FIRST_BRACKET:
-            self._mode = "bracket"
-        if self._mode == "plain":
+        if mode == "plain":
             return
-        size = graphs.size_of(rows)
         if size not in self._recorded:
             self._record(graphs, size)
         found = self._recorded[size]
         self._labels = []  # replays say nothing; a device that runs the work again does
-        recording = found.marked if self._mode == "marked" else found.bracket
+        recording = found.marked if mode == "marked" else found.bracket
         self._swapped = size, graphs.swap(size, recording)
+
+    def launched(self) -> None:
+        """See ``StepProfiler``: the marks follow the step to the host."""
+        self._leave()
+        turn = self._turn
+        self._flying.append(turn)
+        if turn.mode == "plain":
+            return
+        count = len(self._recorded[turn.size].places) if turn.mode == "marked" else 1
+        with torch.inference_mode():
+            self._stamps.post(self._marks.stamps(count))
 
     def _record(self, graphs: DecodeGraphs, size: int) -> None:
         labels = self._labels = list[str]()
@@ -197,7 +239,8 @@ class GpuStepProfiler(StepProfiler):
                 labels.clear()
                 self._marks.begin()
                 outputs = work()
-                self._mark(leaf.SAMPLING)
+                if not self._entered:  # else the choice of tokens, which comes last, has its mark
+                    self._mark(leaf.SAMPLING)
                 return outputs
 
             return bracketed
@@ -217,6 +260,8 @@ class GpuStepProfiler(StepProfiler):
         places = np.array([names.index(label) for label in labels])
         self._wake()
         self._recorded[size] = _Recorded(marked, names, places, graphs.record(size, bracket))
+        if len(places) >= self._stamps.numel:
+            self._stamps = ReadBack(self._device, len(places) + 1, torch.int64)
         # A recording's first replay starts slowly (2.6 ms instead of 1.3, SmolLM2, H200): let it be one of
         # nobody's row, as those that capturing has run.
         for graph, _ in (marked, self._recorded[size].bracket):
@@ -259,33 +304,75 @@ class GpuStepProfiler(StepProfiler):
 
     def take(self, plan: StepPlan, ranges: dict[str, float]) -> tuple[ClassStats, ...]:
         """The classes of the step that has just run; those of the GPU only where it was marked."""
-        mode, size = self._mode, 0 if self._swapped is None else self._swapped[0]
+        turn, mode = self._turn, self._turn.mode
         self._leave()
         self.slowed = mode == "marked"
         host = {n: s for n, s in ranges.items() if n not in COMPUTING}
         waited = sum(ranges.get(name, 0.0) for name in COMPUTING)
-        if mode == "launched":
+        if mode == "eager":
             times = self._marks.seconds(len(self._labels))
             for label, seconds in zip(self._labels, times):
                 self._add(label, 1, seconds)
             # What the host needs to start the GPU's work and to fetch its result.
             self._add(leaf.LAUNCHES, 1, max(waited - sum(times), 0.0))
         elif mode == "marked":
-            found = self._recorded[size]
-            times = np.array(self._marks.seconds(len(found.places)))
-            times = np.maximum(times - self._cost_of_a_mark(float(times.sum()), found), 0.0)
-            sums = np.bincount(found.places, times).tolist()
-            for label, count, seconds in zip(found.names, np.bincount(found.places).tolist(), sums):
-                self._add(label, count, seconds)
+            found = self._recorded[turn.size]
+            self._add_marked(np.array(self._marks.seconds(len(found.places))), found)
         elif mode == "bracket":
-            span = self._marks.seconds(1)[0]
-            found = self._recorded[size]
-            found.spans_s.append(span)
-            del found.spans_s[:-KEPT]
+            span = self._bracketed(self._marks.seconds(1)[0], turn.size)
             self._add(leaf.LAUNCHES, 1, max(waited - span, 0.0))
-        if mode in ("launched", "marked"):
+        if mode in ("eager", "marked"):
             return super().take(plan, host)
         return self._host_classes(plan, host)
+
+    def take_launched(
+        self, plan: StepPlan, ranges: dict[str, float], elapsed_s: float
+    ) -> tuple[ClassStats, ...]:
+        """See ``StepProfiler``. How long the GPU worked is known of this step, or of those like it."""
+        turn = self._flying.popleft()
+        self.slowed = turn.mode == "marked"
+        busy_s = None
+        if turn.mode != "plain":
+            stamps: Any = self._stamps.take()
+            times: npt.NDArray[np.float64] = np.diff(stamps.numpy()) / NANO
+            busy_s = float(times.sum())
+            if turn.mode == "marked":
+                self._add_marked(times, self._recorded[turn.size])
+            else:
+                self._bracketed(busy_s, turn.size)
+        elif turn.size in self._recorded and self._recorded[turn.size].spans_s:
+            busy_s = median(self._recorded[turn.size].spans_s)
+        host = {n: s for n, s in ranges.items() if n not in WAITING}
+        if busy_s is not None:
+            host = self._exposed(host, max(elapsed_s - busy_s, 0.0))
+        launching = host.pop(LAUNCHING, 0.0)
+        if busy_s is not None:
+            self._add(leaf.LAUNCHES, 1, launching)
+        if turn.mode == "marked":
+            return super().take(plan, host)
+        return self._host_classes(plan, host)
+
+    @staticmethod
+    def _exposed(host: dict[str, float], exposed_s: float) -> dict[str, float]:
+        """The host's seconds by range, as many as were not hidden; what is more than the host's own is of
+        starting the GPU and of hearing from it."""
+        total = sum(host.values())
+        share = min(exposed_s / total, 1.0) if total else 0.0
+        found = {name: seconds * share for name, seconds in host.items()}
+        found[LAUNCHING] = found.get(LAUNCHING, 0.0) + max(exposed_s - total, 0.0)
+        return found
+
+    def _add_marked(self, times: npt.NDArray[np.float64], found: _Recorded) -> None:
+        times = np.maximum(times - self._cost_of_a_mark(float(times.sum()), found), 0.0)
+        sums = np.bincount(found.places, times).tolist()
+        for label, count, seconds in zip(found.names, np.bincount(found.places).tolist(), sums):
+            self._add(label, count, seconds)
+
+    def _bracketed(self, span_s: float, size: int) -> float:
+        found = self._recorded[size]
+        found.spans_s.append(span_s)
+        del found.spans_s[:-KEPT]
+        return span_s
 
     def _host_classes(self, plan: StepPlan, ranges: dict[str, float]) -> tuple[ClassStats, ...]:
         """Without what costs time to work out: every step of a server would pay for it."""

@@ -20,7 +20,7 @@ from headrace.core.step import StepStats
 from headrace.engine.decode_graphs import DecodeGraphs, Work
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.engine.this_machine import measured_rate
 from headrace.kv.storage import allocate_kv
 from headrace.layers.moe import RoutingObserver
@@ -87,6 +87,7 @@ def probe_host(device: Device, kernels: int, marks: Marks) -> dict[str, Rate]:
     limits = SchedulerConfig(blocks, BLOCK_TOKENS, context, context, 1, prefix_cache=False)
     tokenizer = load_tokenizer(checkpoint.text)
     engine = Engine(EngineParts(decoder, kv, tokenizer, limits, info, device, graphs))
+    engine.run_ahead(False)  # or the GPU would hide what is measured
     short_s, text_s = _steps(engine, marks, BLOCK_TOKENS)
     long_s, _ = _steps(engine, marks, LONG_TOKENS)
     engine.close()

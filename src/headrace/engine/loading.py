@@ -27,7 +27,7 @@ from headrace.engine.expert_runtime import ExpertPlace, supported_formats
 from headrace.engine.kv_choice import KVSupport
 from headrace.engine.parts import EngineParts
 from headrace.engine.resolve import GpuSupport, Resolved, resolve
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.kv.directions import Directions, load_directions
 from headrace.kv.storage import allocate_cache, is_out_of_memory
 from headrace.machine.cuda_device import shared_memory_nbytes, visible_gpus
@@ -257,6 +257,7 @@ def capture_graphs(
 
 def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfig:
     """The scheduler's limits out of the resolved choices."""
+    chunks = resolved.chunks
     return SchedulerConfig(
         num_blocks=resolved.num_blocks,
         block_tokens=resolved.block_tokens,
@@ -268,6 +269,8 @@ def scheduler_config(config: EngineConfig, resolved: Resolved) -> SchedulerConfi
         # The pool has a block more for padding, which the scheduler does not know of.
         num_first=min(resolved.kv_pool.num_first, resolved.num_blocks) or None,
         kv_key=resolved.kv_key,
+        beside_tokens=None if chunks is None else max(chunks.beside, resolved.max_num_seqs),
+        tail_tokens=None if chunks is None else chunks.tail,
     )
 
 

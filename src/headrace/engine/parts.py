@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.core.status import EngineInfo, ExpertSnapshot
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.runner import DecoderLike
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.experts.step_record import ExpertStep
 from headrace.machine.device import Device
 from headrace.ops.records import LayerCache
@@ -31,12 +31,24 @@ class ExpertRuntime(Protocol):
         """The share of the misses that twice the slots would leave, as predicted."""
         ...
 
-    def step_begins(self, num_tokens: int) -> None:
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a step may begin now although the one before it has not ended."""
+        ...
+
+    def step_begins(self, num_tokens: int, *, ahead: bool = False) -> None:
         """Replace a worker that died, and bring in what was promoted.
+
+        ahead: the step before has not ended; nothing is replaced, and nothing waits for the device.
 
         Raises:
             DeviceLostError: it cannot be replaced.
         """
+        ...
+
+    def step_launched(self) -> None:
+        """The step is queued on the device. Called only where steps may run ahead of each other: they end
+        in the order in which they were launched."""
         ...
 
     def step_ended(self) -> None:

@@ -11,8 +11,17 @@ from dataclasses import dataclass, replace
 
 from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
+from headrace.core.words import counted
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
-from headrace.engine.plan_memory import CHUNK_TOKENS, Layout, Workload, fewer_at_once, lay_out
+from headrace.engine.plan_memory import Layout, Workload, fewer_at_once, lay_out
+from headrace.experts.chunk_choice import (
+    CANDIDATES,
+    MEAN_PAST,
+    ChunkPrice,
+    choose_chunk,
+    with_slack,
+)
+from headrace.experts.prefill import MAX_CPU_TOKENS
 from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape
 from headrace.explain.step_time import StepTime, step_time
@@ -21,8 +30,6 @@ from headrace.machine.profile import MachineProfile
 # The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
 # Fixed, so that a faster part never makes a plan slower.
 SHARES = tuple(i / 16 for i in range(17))
-# Tokens that the CPU takes at a time (experts.building.MAX_CPU_TOKENS).
-SHORT_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,38 @@ def make_plan(
 
     decodings = {count: decoding(count) for count in layouts}
     at_once = max(layouts, key=lambda count: decodings[count].tokens_s)
-    layout = layouts[at_once]
-    speed = _speed(
-        spec, machine, replace(workload, concurrency=at_once), layout, model, decodings[at_once]
-    )
+    layout, decoding_then = layouts[at_once], decodings[at_once]
+    workload_then = replace(workload, concurrency=at_once)
+    if layout.mode in ("ram", "disk"):
+        layout = _with_chunks(spec, machine, workload_then, layout, model)
+        decoding_then = _decoding(spec, machine, workload_then, layout, model)
+    speed = _speed(spec, machine, workload_then, layout, model, decoding_then)
     return Plan(spec, machine, workload, layout, speed, at_once)
+
+
+def _with_chunks(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layout: Layout,
+    engine: EngineModel,
+) -> Layout:
+    """The layout with prompts' chunks as long as the engine would make them (``experts.chunk_choice``)."""
+    found: dict[int, Layout] = {}
+    prices: list[ChunkPrice] = []
+    for tokens in CANDIDATES:
+        made = lay_out(spec, machine, workload, with_slack(tokens, workload.context))
+        if made.mode != layout.mode:
+            break
+        past = min(MEAN_PAST, max(workload.context - tokens, 0))
+        chunk_s = _chunk_time(spec, machine, workload, made, engine, (past, tokens)).seconds
+        decode_s = _decoding(spec, machine, workload, made, engine).step.seconds
+        nbytes = made.used["vram"]["workspace"]
+        found[tokens] = made
+        prices.append(ChunkPrice(tokens, chunk_s, decode_s, nbytes))
+        if tokens >= workload.context:
+            break
+    return found[choose_chunk(prices).tokens] if prices else layout
 
 
 def _check(spec: PlanSpec, workload: Workload) -> None:
@@ -120,7 +154,7 @@ def _check(spec: PlanSpec, workload: Workload) -> None:
             )
     if workload.prompt > workload.context:
         raise ConfigError(
-            f"--prompt is {workload.prompt:,} tokens and --context {workload.context:,}",
+            f"--prompt is {counted(workload.prompt, 'token', form=',')} and --context {workload.context:,}",
             hint="the prompt is a part of the context",
             param="--prompt",
         )
@@ -263,28 +297,50 @@ def prefill_time(
     """The last chunk's step, and the seconds of all chunks of one prompt.
 
     Resident experts are not copied; the others travel once a chunk, or a chunk takes both paths in pieces
-    of ``SHORT_CHUNK`` tokens with the best share of ``SHARES``: always if it is one piece, else if that is
-    faster, as the engine decides (``experts.prefill``).
+    of ``MAX_CPU_TOKENS`` tokens with the best share of ``SHARES``: always if it is one piece, else if that
+    is faster, as the engine decides (``experts.prefill``). Chunks are equally long, or as long as possible
+    and a rest, whichever is faster.
     """
+    whole, rest = divmod(workload.prompt, layout.chunk)
+    divisions = [[layout.chunk] * whole + [rest] * (rest > 0)]
+    if whole and rest and layout.mode in ("ram", "disk"):
+        each = -(-workload.prompt // (whole + 1))
+        divisions.append([each] * whole + [workload.prompt - whole * each])
+
+    def timed(sizes: list[int]) -> tuple[StepTime, float]:
+        steps: list[StepTime] = []
+        for i, size in enumerate(sizes):
+            at = (sum(sizes[:i]), size)
+            steps.append(_chunk_time(spec, machine, workload, layout, engine, at))
+        return steps[-1], sum(step.seconds for step in steps)
+
+    return min((timed(sizes) for sizes in divisions), key=lambda found: found[1])
+
+
+def _chunk_time(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layout: Layout,
+    engine: EngineModel,
+    at: tuple[int, int],
+) -> StepTime:
+    """The step of one chunk; ``at``: tokens before it, and its own."""
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
     kept = min(1.0, layout.resident + layout.ram_share)
     place = placement_of(layout, workload, layout.resident, 1.0, kept)
-    done, seconds, last = 0, 0.0, None
-    while done < workload.prompt:
-        size = min(CHUNK_TOKENS, workload.prompt - done)
-        shape = StepShape("prefill", 1, size, done)
+    past, size = at
+    shape = StepShape("prefill", 1, size, past)
 
-        def timed(share: float, shape: StepShape = shape) -> StepTime:
-            routed = replace(place, at_once=SHORT_CHUNK, fetch_share=share)
-            return step_time(spec, shape, routed, machine, engine)
+    def routed(share: float) -> StepTime:
+        both = replace(place, at_once=MAX_CPU_TOKENS, fetch_share=share)
+        return step_time(spec, shape, both, machine, engine)
 
-        last = step_time(spec, shape, place, machine, engine)
-        if layout.mode in ("ram", "disk"):
-            both = timed(_best_share(lambda share: timed(share).seconds))
-            last = both if size <= SHORT_CHUNK or both.seconds < last.seconds else last
-        seconds, done = seconds + last.seconds, done + size
-    assert last is not None
-    return last, seconds
+    streamed = step_time(spec, shape, place, machine, engine)
+    if layout.mode not in ("ram", "disk"):
+        return streamed
+    both = routed(_best_share(lambda share: routed(share).seconds))
+    return both if size <= MAX_CPU_TOKENS or both.seconds < streamed.seconds else streamed
 
 
 def with_rate(machine: MachineProfile, name: str, factor: float) -> MachineProfile:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headrace.core.plan_spec import PlanSpec
+from headrace.core.step import PIECE_ROWS
 from headrace.engine.memory_plan import RESERVE_NBYTES
 from headrace.explain.step_cost import KV_BITS
 from headrace.machine.profile import MachineProfile
@@ -22,7 +23,7 @@ SYSTEM_RESERVE_NBYTES = 3 * 10**9
 # Share of one memory for both that the GPU may use: macOS's default limit. Estimate.
 UNIFIED_GPU_SHARE = 0.75
 # Tokens of the longest prefill chunk, which sets the workspace: what the engine takes on a GPU
-# (resolve_gpu.DEFAULT_MAX_BATCH_TOKENS). Experts in host memory travel once for each.
+# (resolve_gpu.DEFAULT_MAX_BATCH_TOKENS) where no experts travel for each.
 CHUNK_TOKENS = 2048
 
 Mode = Literal["vram", "ram", "disk", "cpu", "none"]
@@ -44,6 +45,7 @@ class Layout:
 
     slots: experts that the cache in VRAM holds; resident: their share of all experts
     short: bytes that are missing, by tier, where ``mode`` is "none"; for "disk" what memory cannot hold
+    chunk: tokens of a prompt's chunk at most
     """
 
     mode: Mode
@@ -53,6 +55,7 @@ class Layout:
     resident: float = 1.0
     ram_share: float = 1.0
     short: dict[str, int] = field(default_factory=dict[str, int])
+    chunk: int = CHUNK_TOKENS
 
     @property
     def short_nbytes(self) -> int:
@@ -67,25 +70,30 @@ class Layout:
         return self.capacity.get(tier, 0) - self.total(tier)
 
 
-def workspace_nbytes(spec: PlanSpec, workload: Workload) -> int:
+def workspace_nbytes(spec: PlanSpec, workload: Workload, chunk: int = CHUNK_TOKENS) -> int:
     """Bytes of the largest step's intermediate results: an upper bound, for one layer at a time.
 
-    Rows of a prefill chunk in bfloat16: residual, normalised, attention's output and the next residual;
-    queries, keys and values of the widest kind; the chosen experts' gates, ups and outputs. Then float32
-    logits of each sequence.
+    Rows of a piece of a prefill chunk in bfloat16: residual, normalised, attention's output and the next
+    residual; queries, keys and values of the widest kind; the chosen experts' gates, ups and outputs. Then
+    float32 logits of each sequence. A longer chunk keeps, of all of its rows, the residual in float32, what
+    experts read, and one expert's activations (``engine.vram_plan.long_chunk_nbytes``).
     """
-    tokens = min(CHUNK_TOKENS, max(workload.prompt, workload.concurrency))
+    tokens = min(chunk, max(workload.prompt, workload.concurrency))
+    rest, tokens = max(tokens - PIECE_ROWS, 0), min(tokens, PIECE_ROWS)
     width = max(k.heads * (k.score_dim + k.value_dim) + k.cached for k in spec.attention)
     inner = max(
         spec.dense_weights // spec.hidden if spec.dense_layers else 0,
         spec.num_experts_per_token * (spec.expert_weights // spec.hidden) if spec.sparse else 0,
     )
     rows = 4 * spec.hidden + max(width, inner + spec.num_experts_per_token * spec.hidden)
-    return 2 * tokens * rows + 8 * workload.concurrency * spec.vocab
+    kept = 6 * spec.hidden + 2 * (spec.expert_weights // (3 * spec.hidden) if spec.sparse else 0)
+    return 2 * tokens * rows + rest * kept + 8 * workload.concurrency * spec.vocab
 
 
-def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layout:
-    """Put the model on the machine."""
+def lay_out(
+    spec: PlanSpec, machine: MachineProfile, workload: Workload, chunk: int = CHUNK_TOKENS
+) -> Layout:
+    """Put the model on the machine. chunk: of prompts, where experts travel for each."""
     vram, ram = capacities(machine)
     weights = spec.nbytes()
     kv = workload.concurrency * spec.kv_nbytes(workload.context, KV_BITS[workload.kv_format])
@@ -107,9 +115,10 @@ def lay_out(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layo
             return Layout("vram", {"vram": everything, "ram": host}, capacity, _experts(spec))
         if spec.sparse:
             shared = machine.gpu.unified
-            found = _offloaded(spec, on_gpu, {**on_host, **host}, capacity, shared=shared)
+            streamed = {**on_gpu, "workspace": workspace_nbytes(spec, workload, chunk)}
+            found = _offloaded(spec, streamed, {**on_host, **host}, capacity, shared=shared)
             if found is not None:
-                return found
+                return replace(found, chunk=chunk)
     everything = {k: n for k, n in weights.items() if n} | fixed | host
     short = sum(everything.values()) - ram
     if short <= 0:

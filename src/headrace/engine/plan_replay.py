@@ -7,12 +7,13 @@ plan's slots, the machine's rates and the plan's price of everything that is no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.core.errors import ConfigError
 from headrace.engine.plan import Plan, path_rates
-from headrace.experts.cache_policy import CacheShape, LruPolicy, ValuePolicy
+from headrace.experts.cache_policy import CacheShape, LruPolicy
+from headrace.experts.fast_policy import FastValuePolicy
 from headrace.experts.replay import visits_of
 from headrace.experts.simulate import (
     Prediction,
@@ -27,7 +28,7 @@ from headrace.explain.step_time import StepTime
 
 # Slices of an expert, as the engine cuts it where its format allows (experts.slab).
 SLICES = 4
-# Tokens that are replayed: 36 layers take 20 ms each (Zen 3, 2026-11). A quarter of them warms the cache.
+# Tokens that are replayed: 36 layers take 4 ms each (two Zen 4 cores). A quarter of them warms the cache.
 MOST_TOKENS = 384
 WARM_SHARE = 4
 _EXPERT_PATHS = ("hits", "fetch", "fetched", "misses")
@@ -39,12 +40,14 @@ def replay_routing(
     ids: Sequence[Sequence[Sequence[int]]],
     num_experts: int,
     engine: EngineModel | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Prediction:
     """Replay the routing of one sequence, ``MOST_TOKENS`` of it.
 
     Args:
         ids: [layers][tokens][k], the layers with experts only; -1 is nobody.
         num_experts: of one layer.
+        progress: told the share of tokens that are done.
 
     Raises:
         ConfigError: the routing is another model's, or the plan has no cache of experts.
@@ -74,12 +77,13 @@ def replay_routing(
         )
     model = engine or engine_model("headrace")
     shape = CacheShape(spec.moe_layers, num_experts, layout.slots * SLICES, SLICES)
-    policy = ValuePolicy(shape) if model.policy == "value" else LruPolicy(shape)
+    policy = FastValuePolicy(shape) if model.policy == "value" else LruPolicy(shape)
     return simulate(
         visits_of([layer[:tokens] for layer in ids], num_experts),
         policy,
         _machine(plan, model),
         skip_steps=tokens // WARM_SHARE,
+        progress=progress,
     )
 
 

@@ -9,6 +9,7 @@ from headrace.core.errors import InternalError
 from headrace.engine.engine import Engine
 from headrace.engine.gpu_expert_probe import probe_experts
 from headrace.engine.gpu_kernel_probe import GpuProbe
+from headrace.engine.gpu_path_probe import probe_paths
 from headrace.engine.host_probe import probe_host
 from headrace.engine.kernel_probe import probe_kernels
 from headrace.engine.parts import EngineParts
@@ -65,6 +66,7 @@ def probe_gpu(parts: EngineParts, model: RunningModel) -> dict[str, Rate]:
                 executor.shape.top_k,
                 act,
             )
+            rates |= probe_paths(parts.experts, device, step_marks(device.torch_device))
     finally:
         device.release_cached()
     return rates

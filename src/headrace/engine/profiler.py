@@ -42,6 +42,7 @@ OP_CLASSES = {
     "router_topk": leaf.ROUTER,
     "route": leaf.ROUTER,
     "moe": leaf.EXPERTS_GPU,
+    "sample": leaf.SAMPLING,
 }
 # A block's plain product is its last part.
 BLOCK_PRODUCTS = {
@@ -136,8 +137,15 @@ class StepProfiler:
         """Leave the operations alone."""
         self._times = self.ops.watch(None)
 
+    def can_launch(self, chunks: Sequence[ScheduledChunk], *, ahead: bool) -> bool:
+        """Whether the next step can be watched without waiting for it, behind another one if ``ahead``."""
+        return False
+
     def begins(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """A step is about to be computed."""
+        """A step is about to be computed or launched."""
+
+    def launched(self) -> None:
+        """The step is queued on the device; ``take_launched`` follows once it has ended."""
 
     def _called(self, name: str, args: tuple[Any, ...], seconds: float) -> None:
         self._add(self.class_of(name, args, None), 1, seconds)
@@ -187,6 +195,13 @@ class StepProfiler:
             ClassStats(ident, calls, *works.get(ident, nothing), seconds)
             for ident, (calls, seconds) in self.classes().items()
         )
+
+    def take_launched(
+        self, plan: StepPlan, ranges: dict[str, float], elapsed_s: float
+    ) -> tuple[ClassStats, ...]:
+        """``take`` for the oldest launched step, ``elapsed_s`` after the one before it had ended: of the
+        host's ranges, what the device did not hide."""
+        raise InternalError("a step was launched, and nothing watched it")
 
     def _works_of(self, rows: StepRows) -> dict[str, tuple[int, MovedBytes]]:
         """FLOPs and bytes by class. Of one decoding step and the next only attention differs, and

@@ -22,6 +22,7 @@ from headrace.engine.choosing import (
     require_expert_store,
     why,
 )
+from headrace.engine.chunk_tokens import StreamedModel, choose_chunk_tokens
 from headrace.engine.expert_rates import STEP_TOKENS, automatic_placement
 from headrace.engine.gpu_choices import choose_dense_format, vram_budget
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
@@ -33,12 +34,11 @@ from headrace.engine.resolved import GpuSupport, Resolved
 from headrace.engine.vram_plan import (
     ELEMENT_NBYTES,
     VramPlan,
+    Workspace,
     dense_nbytes,
-    expand_nbytes,
-    gpu_workspace_nbytes,
     graphs_nbytes,
-    page_scores_nbytes,
 )
+from headrace.experts.chunk_choice import ChunkChoice
 from headrace.experts.model_layout import ExpertKind, model_layouts, widest
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.slab import SlabLayout
@@ -96,18 +96,9 @@ def resolve_on_gpu(
         config, DEFAULT_MAX_BATCH_TOKENS, "enough rows to keep the tensor cores busy", chosen
     )
     budget = vram_budget(config, gpu, chosen)
-
-    def workspace(context: int) -> int:
-        nbytes = gpu_workspace_nbytes(
-            spec, context=context, max_batch_tokens=batch, max_num_seqs=seqs
-        )
-        if dense == PACKED:
-            nbytes += expand_nbytes(spec)
-        if kv.format.centred:
-            nbytes += page_scores_nbytes(
-                spec, context=context, block_tokens=block_tokens, max_num_seqs=seqs
-            )
-        return nbytes
+    workspace = Workspace(
+        spec, batch, seqs, dense == PACKED, block_tokens if kv.format.centred else 0
+    )
 
     empty = VramPlan(
         weights_nbytes=sizes.packed_nbytes if dense == PACKED else dense_nbytes(spec, dense),
@@ -117,9 +108,17 @@ def resolve_on_gpu(
         experts_nbytes=0,
         budget_nbytes=budget,
     )
-    pool = KVPool(spec, kv, block_tokens, seqs, batch)
-    room = _GpuRoom(spec, pool, block_tokens, empty)
+    room = _GpuRoom(spec, KVPool(spec, kv, block_tokens, seqs, batch), block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
+    streams = placed.layout is not None and placed.mode in ("stream", "hybrid")
+    workspace = replace(workspace, streamed=streams)
+    chunks = _choose_chunks(config, spec, support, placed, workspace)
+    if chunks is not None:
+        batch = max(chunks.tokens, seqs)
+        workspace = replace(workspace, batch=batch)
+        room, placed = room.with_batch(batch), replace(placed, room=placed.room.with_batch(batch))
+        choices[:] = [one for one in choices if one.name != "max_batch_tokens"]
+        chosen("max_batch_tokens", batch, chunks.reason)
     chosen("experts", placed.mode, placed.reason)
     require_expert_store(config, None if placed.layout else placed.reason)
     context = choose_context(config, spec, placed.room, workspace, chosen)
@@ -156,7 +155,7 @@ def resolve_on_gpu(
     return Resolved(
         context=context,
         kv_format=kv.format.name,
-        kv_pool=pool.shape(num_blocks + 1),
+        kv_pool=room.pool.shape(num_blocks + 1),
         kv_rank=kv.rank,
         kv_key=kv.key,
         block_tokens=block_tokens,
@@ -178,6 +177,35 @@ def resolve_on_gpu(
         pin_budget_nbytes=config.pin_budget_nbytes,
         expert_disk=config.expert_disk,
         expert_cpus=cpus_apart(machine.cpu, threads.threads),
+        chunks=chunks,
+    )
+
+
+def _choose_chunks(
+    config: EngineConfig,
+    spec: ModelSpec,
+    support: GpuSupport,
+    placed: _Placed,
+    workspace: Workspace,
+) -> ChunkChoice | None:
+    """How prompts are cut; None where nothing is streamed, or the user says how many tokens a step has."""
+    layout = placed.layout
+    if config.max_batch_tokens is not None or layout is None or not workspace.streamed:
+        return None
+    context = config.context or min(spec.max_context, USEFUL_CONTEXT)
+
+    def slots_nbytes(tokens: int) -> int:
+        if config.expert_slots is not None:
+            return config.expert_slots * layout.slice_nbytes
+        nbytes = replace(workspace, batch=tokens)(context)
+        left = placed.room.with_batch(tokens).plan(context, nbytes).headroom_nbytes
+        return left - left // KV_SHARE_BESIDE_SLOTS
+
+    return choose_chunk_tokens(
+        StreamedModel(spec, layout, placed.mode, support.known),
+        slots_nbytes,
+        lambda tokens: replace(workspace, batch=tokens)(context),
+        config.context or spec.max_context,
     )
 
 
@@ -196,6 +224,9 @@ class _GpuRoom:
 
     def with_experts(self, nbytes: int) -> _GpuRoom:
         return replace(self, empty=replace(self.empty, experts_nbytes=nbytes))
+
+    def with_batch(self, tokens: int) -> _GpuRoom:
+        return replace(self, pool=replace(self.pool, max_batch_tokens=tokens))
 
     def plan(self, kv_tokens: int, workspace: int) -> VramPlan:
         return replace(

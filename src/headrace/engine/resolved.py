@@ -9,6 +9,7 @@ from headrace.core.status import Choice
 from headrace.engine.expert_rates import StartingRates
 from headrace.engine.memory_plan import MemoryPlan
 from headrace.engine.vram_plan import VramPlan
+from headrace.experts.chunk_choice import ChunkChoice
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Resolved:
     memory that the experts' slabs may take; pin_budget_nbytes and expert_disk as configured. expert_cpus:
     one for each thread of the CPU's experts, None: where the system puts them. kv_pool:
     what is allocated, on a GPU with the padding's block; kv_rank: residual scalars per token; kv_key:
-    what cached prefixes depend on beside their tokens.
+    what cached prefixes depend on beside their tokens. chunks: how prompts are cut where experts are
+    streamed, None: chunks as long as ``max_batch_tokens`` allows.
     """
 
     context: int
@@ -62,6 +64,7 @@ class Resolved:
     pin_budget_nbytes: int | None = None
     expert_disk: str | None = None
     expert_cpus: tuple[int, ...] | None = None
+    chunks: ChunkChoice | None = None
 
     @property
     def kv_tokens(self) -> int:

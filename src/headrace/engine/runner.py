@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.core.errors import InternalError
 from headrace.core.model_spec import ModelSpec
 from headrace.core.request import TokenLogprob
 from headrace.core.step import (
@@ -20,9 +21,11 @@ from headrace.core.step import (
     SampledToken,
     ScheduledChunk,
     StepOutput,
+    StepPlan,
 )
 from headrace.engine.batch import build_batch
-from headrace.engine.decode_graphs import DecodeGraphs, best_of
+from headrace.engine.decode_graphs import DecodeGraphs
+from headrace.engine.device_choice import TokenChooser, is_chosen_on_device, rule_of
 from headrace.engine.sampler import SamplingState, checked_best, choose, logprob_of
 from headrace.kv.storage import copy_block, open_pages_of
 from headrace.layers.moe import RoutingObserver
@@ -93,16 +96,21 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._open = open_pages_of(kv, is_owned)
+        self._begun = -1
+        self._chooser = None
+        if device.type == "cuda":
+            self._chooser = TokenChooser(decoder, ("triton", "reference"), device, logits_rows)
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) blocks one after the other; a target may be a later source.
+    def begin(self, plan: StepPlan) -> None:
+        """Copy the plan's (source, target) blocks one after the other; a target may be a later source.
 
-        Called once for each step, before it is computed.
+        Called for each step before it is computed; again for one that could not be launched ahead.
         """
-        if self._open is not None:
+        if self._open is not None and plan.step != self._begun:
             self._open.next_step()
-        for source, target in copies:
+        self._begun = plan.step
+        for source, target in plan.block_copies:
             copy_block(self._kv, source, target, self._open)
 
     @torch.inference_mode()
@@ -144,12 +152,31 @@ class Runner:
             wanting = [chunk for _, chunk in some]
             with ranges.timed("logits"):
                 logits = self._logits(hidden, [row for row, _ in some])
-                best = None
-                if logits.is_cuda and any(_is_greedy(states[c.seq_id]) for c in wanting):
-                    best = best_of(logits)
             with ranges.timed("sampler"):
-                sampled.extend(_choose(logits, best, range(len(some)), wanting, states))
+                picked = self._pick(logits, wanting, states)
+                sampled.extend(_choose(logits, picked, range(len(some)), wanting, states))
         return StepOutput(step, tuple(sampled), tuple(scores))
+
+    def can_launch(
+        self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
+    ) -> bool:
+        """Whether a graph computes these chunks and chooses every row's token, the host none."""
+        return self._captured(chunks, states) and all(
+            c.sample and is_chosen_on_device(states[c.seq_id]) for c in chunks
+        )
+
+    def launch(self, plan: StepPlan, states: Mapping[int, SamplingState]) -> None:
+        """Begin a step that ``can_launch``; ``land`` waits for it. One may be on its way already."""
+        assert self._graphs is not None
+        rules = [rule_of(chunk, states[chunk.seq_id]) for chunk in plan.chunks]
+        self._graphs.launch(plan.chunks, self._open, rules, ahead=plan.ahead)
+
+    def land(self, plan: StepPlan) -> list[SampledToken | InternalError]:
+        """Wait for the oldest launched step, whose plan this is: for each chunk its token, or why it has
+        none."""
+        assert self._graphs is not None
+        found = self._graphs.picked()
+        return [_chosen(found[:, row], chunk) for row, chunk in enumerate(plan.chunks)]
 
     def _captured(
         self, chunks: Sequence[ScheduledChunk], states: Mapping[int, SamplingState]
@@ -169,12 +196,24 @@ class Runner:
     ) -> StepOutput:
         assert self._graphs is not None
         with ranges.timed("decoder"):
-            result = self._graphs.run(chunks, self._open)
+            rules = [rule_of(chunk, states[chunk.seq_id]) for chunk in chunks]
+            result = self._graphs.run(chunks, self._open, rules)
         rows = [row for row, chunk in enumerate(chunks) if chunk.sample]
         wanting = [chunks[row] for row in rows]
         with ranges.timed("sampler"):
-            sampled = _choose(result.logits, result.best, rows, wanting, states)
+            sampled = _choose(result.logits, result.picked, rows, wanting, states)
         return StepOutput(step, tuple(sampled))
+
+    def _pick(
+        self,
+        logits: torch.Tensor,
+        chunks: Sequence[ScheduledChunk],
+        states: Mapping[int, SamplingState],
+    ) -> torch.Tensor | None:
+        """``decode_graphs.StepResult.picked`` of the chunks' logits, where the device chooses any."""
+        if self._chooser is None or not any(is_chosen_on_device(states[c.seq_id]) for c in chunks):
+            return None
+        return self._chooser.choose_by(logits, [rule_of(c, states[c.seq_id]) for c in chunks])
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """float32 [len(rows), vocab], where the decoder is."""
@@ -201,33 +240,43 @@ class Runner:
         return PromptLogprobs(chunk.seq_id, chunk.start + 1, tuple(entries))
 
 
+def _chosen(picked: npt.NDArray[np.int32], chunk: ScheduledChunk) -> SampledToken | InternalError:
+    """The token of a row of ``StepResult.picked``, its id and the bits of its largest logit."""
+    token, largest = picked.tolist()
+    try:
+        checked_best(
+            float(np.int32(largest).view(np.float32)), token, chunk.start + len(chunk.token_ids)
+        )
+    except InternalError as error:
+        return error
+    return SampledToken(chunk.seq_id, token)
+
+
 def _scores(chunk: ScheduledChunk, state: SamplingState) -> bool:
     """Whether the log-probabilities of prompt tokens after the chunk's are wanted."""
     return state.scores_prompt and chunk.start + 1 < len(state.prompt)
 
 
-def _is_greedy(state: SamplingState) -> bool:
-    """Whether the largest of the raw logits is all that the sequence wants."""
-    return state.greedy and not state.changes_logits and state.params.logprobs is None
-
-
 def _choose(
     logits: torch.Tensor,
-    best: torch.Tensor | None,
+    picked: torch.Tensor | None,
     rows: Sequence[int],
     chunks: Sequence[ScheduledChunk],
     states: Mapping[int, SamplingState],
 ) -> list[SampledToken]:
     """The next token of each chunk, whose logits are in the row of the same place in ``rows``.
 
-    Where ``best`` was found beside the logits (``decode_graphs.StepResult``), rows that want no more
-    than that leave their logits where they are.
+    Where the device has ``picked`` tokens (``decode_graphs.StepResult``), rows that have a rule leave
+    their logits where they are.
+
+    Raises:
+        InternalError: a row's largest logit is not finite.
     """
-    found = None if best is None else best.cpu().numpy()
+    found = None if picked is None else picked.cpu().numpy()
     rest = [
         row
         for row, chunk in zip(rows, chunks)
-        if found is None or not _is_greedy(states[chunk.seq_id])
+        if found is None or not is_chosen_on_device(states[chunk.seq_id])
     ]
     values = dict(zip(rest, _to_host(logits, rest)))
     sampled: list[SampledToken] = []
@@ -236,9 +285,10 @@ def _choose(
             sampled.append(_sample(values[row], chunk, states[chunk.seq_id]))
             continue
         assert found is not None
-        position = chunk.start + len(chunk.token_ids)
-        token = checked_best(float(found[0, row]), int(found[1, row]), position)
-        sampled.append(SampledToken(chunk.seq_id, token))
+        token = _chosen(found[:, row], chunk)
+        if isinstance(token, InternalError):
+            raise token
+        sampled.append(token)
     return sampled
 
 

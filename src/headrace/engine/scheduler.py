@@ -18,57 +18,17 @@ gets a copy first (``StepPlan.block_copies``). That is all there is to sharing a
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 
 from headrace.core.errors import ContextLengthError, InternalError, RequestError
 from headrace.core.request import FinishReason, GenerationRequest
-from headrace.core.step import ScheduledChunk, StepOutput, StepPlan
+from headrace.core.step import UNKNOWN, ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.block_tables import BlockTables
+from headrace.engine.scheduler_records import Finished, SchedulerConfig, SchedulerCounters
 from headrace.engine.sequence import Group, Sequence
+from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
 
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits, all resolved: see ``engine.resolve``.
-
-    context: tokens a sequence may hold, prompt and answer together
-    max_batch_tokens: tokens per step, at least ``max_num_seqs``
-    sealed: blocks are quantised when they are full
-    num_first: blocks that may be the first of a sequence, None for all
-    kv_key: what cached prefixes depend on beside their tokens
-    """
-
-    num_blocks: int
-    block_tokens: int
-    context: int
-    max_batch_tokens: int
-    max_num_seqs: int
-    prefix_cache: bool = True
-    sealed: bool = False
-    num_first: int | None = None
-    kv_key: str = ""
-
-
-@dataclass
-class SchedulerCounters:
-    """Totals since the start; they only grow."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A sequence that ``commit`` ended; ``last`` if no sequence of its request is left."""
-
-    seq_id: int
-    reason: FinishReason
-    last: bool
+__all__ = ["Finished", "Scheduler", "SchedulerConfig", "SchedulerCounters"]
 
 
 class Scheduler:
@@ -94,7 +54,9 @@ class Scheduler:
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}  # in order of arrival
         self._waiting: list[Sequence] = []  # in order of arrival
-        self._plan: StepPlan | None = None
+        # Whom the last plan had no room for, and the blocks that it could have had.
+        self._refused: tuple[Sequence, int] | None = None
+        self._plans: list[StepPlan] = []  # not committed yet: one, and one on top of it at most
         self._next_seq_id = 0
 
     # ---- requests -------------------------------------------------------------------------------
@@ -187,13 +149,14 @@ class Scheduler:
             return None
         copies: list[tuple[int, int]] = []
         chunks: list[ScheduledChunk] = []
-        preempted = self.counters.preemptions
+        preempted, self._refused = self.counters.preemptions, None
         for seq in [s for s in self._running.values() if s.num_remaining == 1]:
             if seq.seq_id in self._running and self._make_room(seq, 1, copies):
                 chunks.append(self._chunk(seq, 1))
-        budget = self.config.max_batch_tokens - len(chunks)
+        beside = self.config.beside_tokens if chunks else None
+        budget = max((beside or self.config.max_batch_tokens) - len(chunks), 0)
         for seq in [s for s in self._running.values() if s.num_remaining > 1]:
-            count = min(budget, seq.num_remaining)
+            count = self._count(seq, budget, chunks)
             if count and seq.seq_id in self._running and self._make_room(seq, count, copies):
                 chunks.append(self._chunk(seq, count))
                 budget -= count
@@ -204,18 +167,69 @@ class Scheduler:
                 f"no progress: {len(self._running)} running, {len(self._waiting)} waiting, "
                 f"{self.tables.pool.num_available} blocks available"
             )
-        self._plan = StepPlan(self.counters.steps, tuple(chunks), tuple(copies))
-        return self._plan
+        plan = StepPlan(self.counters.steps, tuple(chunks), tuple(copies))
+        self._plans = [plan]
+        return plan
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Plan the step behind the one that is being computed, as if that one ended nobody.
+
+        Its tokens are those that the device will have chosen, row by row in the same order: the host
+        does not know them (``UNKNOWN``). A sequence that ends meanwhile has a row for nothing.
+
+        None where what comes next is not certain beforehand: somebody might be admitted, a prompt is
+        not computed yet, a sequence reaches its limit or was aborted, siblings wait for their prompt, or
+        a position has no block that could be written to without taking one from somebody.
+        """
+        if len(self._plans) != 1 or len(self._plans[0].chunks) != len(self._running):
+            return None
+        if self._could_admit():
+            return None
+        plan, rows = self._plans[0], list[Sequence]()
+        for chunk in plan.chunks:
+            seq = self._running.get(chunk.seq_id)
+            if seq is None or not chunk.sample or len(chunk.token_ids) != 1:
+                return None
+            if len(seq.tokens) + 1 >= seq.max_tokens_total:
+                return None
+            if seq.num_generated == 0 and len(seq.group.sequences) > 1:
+                return None
+            rows.append(seq)
+        if not self.tables.extend_ahead(rows):
+            return None
+        chunks = (
+            ScheduledChunk(seq.seq_id, (UNKNOWN,), seq.num_computed + 1, tuple(seq.blocks), True)
+            for seq in rows
+        )
+        self._plans.append(StepPlan(plan.step + 1, tuple(chunks), ahead=True))
+        return self._plans[-1]
+
+    def _could_admit(self) -> bool:
+        """Whether the next plan might admit somebody, as far as that can be told without trying."""
+        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return False
+        # Who is refused holds up all who came later; and there is no more room than there was.
+        if self._refused is None or self._refused[0] not in self._waiting:
+            return True
+        return self.tables.pool.num_available > self._refused[1]
+
+    def concerns(self, plan: StepPlan) -> bool:
+        """Whether a sequence of the plan is still served."""
+        return any(chunk.seq_id in self._running for chunk in plan.chunks)
+
+    def drop_ahead(self) -> None:
+        """Forget what ``schedule_ahead`` planned last: it was not begun."""
+        self._plans = self._plans[:1]
 
     def commit(self, output: StepOutput) -> list[Finished]:
         """Take in what the step computed, and return the sequences that it ended.
 
         Sequences that were aborted since the step was planned are passed over.
         """
-        plan = self._plan
+        plan = self._plans[0] if self._plans else None
         if plan is None or plan.step != output.step:
             raise InternalError(f"step {output.step} was not planned")
-        self._plan = None
+        del self._plans[0]
         self.counters.steps += 1
         tokens = {s.seq_id: s.token_id for s in output.sampled}
         finished: list[Finished] = []
@@ -286,10 +300,11 @@ class Scheduler:
                 position += 1
                 continue
             if not self._place(seq, copies):
+                self._refused = seq, self.tables.pool.num_available
                 return
             del self._waiting[position]
             self._run(seq)
-            count = min(budget, seq.num_remaining)
+            count = self._count(seq, budget, chunks)
             chunks.append(self._chunk(seq, count))
             budget -= count
 
@@ -359,6 +374,13 @@ class Scheduler:
             seq.group.cached_tokens = seq.num_computed
             self.counters.prefix_query_tokens += seq.group.num_prompt
             self.counters.prefix_hit_tokens += seq.num_computed
+
+    def _count(self, seq: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
+        """Tokens of a prompt's next chunk; the prompts behind the first of a step fill what it leaves."""
+        tail = self.config.tail_tokens
+        if tail is None or not budget or any(len(chunk.token_ids) > 1 for chunk in chunks):
+            return min(budget, seq.num_remaining)
+        return next_chunk(seq.num_remaining, budget, tail)
 
     # ---- ends -----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from headrace.engine.batch import build_batch
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.engine.stand_in import stand_in
 from headrace.engine.this_machine import measured_rate
 from headrace.explain import leaf

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 import numpy as np
 import numpy.typing as npt
 
+from headrace.core.words import counted
 from headrace.kv.storage import is_out_of_memory
 from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.gpu_rates import hbm_read_gbps, product_gflops
@@ -68,7 +69,9 @@ def _quick_rates(profile: MachineProfile, threads: int) -> dict[str, Rate]:
     rates: dict[str, Rate] = {}
     if "dram_read" not in profile.rates:
         best = dram_read_gbps(threads, passes=3)
-        rates["dram_read"] = measured_rate(best, "GB/s", f"a read of 192 MiB, {threads} threads")
+        rates["dram_read"] = measured_rate(
+            best, "GB/s", f"a read of 192 MiB, {counted(threads, 'thread')}"
+        )
     if "cpu_flops_f32" not in profile.rates:
         how = f"float32 product of {_PRODUCT} x {_PRODUCT}, NumPy's BLAS"
         rates["cpu_flops_f32"] = measured_rate(_product_gflops(), "GFLOP/s", how)

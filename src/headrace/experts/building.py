@@ -14,6 +14,7 @@ from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.paths import ExpertPaths
 from headrace.experts.plan_oracle import PlanShape
+from headrace.experts.prefill import MAX_CPU_TOKENS
 from headrace.experts.request_block import RequestBlock, request_block
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
@@ -23,9 +24,6 @@ from headrace.ops import registry
 from headrace.ops.expert_records import ExpertFault, ExpertService, ServiceOptions
 from headrace.ops.records import Activation
 
-# Tokens of a prompt that the CPU takes at a time: beyond it nearly every expert has several tokens, so that
-# a longer request would move hardly fewer bytes a token. Bounds the request block too.
-MAX_CPU_TOKENS = 128
 # A line of the CPU's cache: the request block's fields must not share one with anything else.
 _LINE_NBYTES = 64
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from operator import mul
@@ -110,8 +110,13 @@ class CachePolicy(Protocol):
         """What the policy thinks an expert worth keeping; comparable within one step."""
         ...
 
-    def residents(self) -> Iterable[int]:
-        """Units in slots."""
+    def residents(self) -> Collection[int]:
+        """Units in slots, as they are at any time: looking one up costs nothing."""
+        ...
+
+    def top_units(self, count: int, *, missing: bool) -> list[int]:
+        """The most valuable units that are not in slots, or the least valuable that are; ties go to the
+        smaller unit."""
         ...
 
 
@@ -156,8 +161,11 @@ class LruPolicy:
     def value(self, expert: int) -> float:
         return float(self._last[expert])
 
-    def residents(self) -> Iterable[int]:
+    def residents(self) -> Collection[int]:
         return self._slots.keys()
+
+    def top_units(self, count: int, *, missing: bool) -> list[int]:
+        return top_units(self, count, missing=missing)
 
 
 # Half-lives in steps, and the floors added to the counters. Chosen on the tune parts of the demo
@@ -278,8 +286,11 @@ class ValuePolicy:
     def value(self, expert: int) -> float:
         return self._values[expert]
 
-    def residents(self) -> Iterable[int]:
+    def residents(self) -> Collection[int]:
         return self._slots.keys()
+
+    def top_units(self, count: int, *, missing: bool) -> list[int]:
+        return top_units(self, count, missing=missing)
 
     def counters(self, expert: int) -> tuple[float, ...]:
         """The three counters, slowest last."""
@@ -327,7 +338,7 @@ def _swap(slots: dict[int, None], unit: int, victim: int | None, shape: CacheSha
 
 
 def top_units(policy: CachePolicy, count: int, *, missing: bool) -> list[int]:
-    """The most valuable units that are not in slots, or the least valuable that are."""
+    """``CachePolicy.top_units`` of any policy, by asking for every value."""
     resident = set(policy.residents())
     shape = policy.shape
     if not missing:

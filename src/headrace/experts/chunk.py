@@ -18,6 +18,8 @@ from headrace.ops.expert_keep import ASK_DEVICE, choose_kept
 
 # Computes one slice for some tokens: (layer, slot bytes, x [n, hidden]) -> float32 [n, hidden].
 SliceProduct = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+# Rows of a chunk, float32 [n, hidden], made when they are asked for.
+Rows = Callable[[slice], torch.Tensor]
 # [n, 3]: slot, key (expert * slices + slice), the slot that it is to stay in (NOWHERE, ASK_DEVICE)
 Work = npt.NDArray[np.int32]
 
@@ -27,6 +29,13 @@ class ChunkCompute(Protocol):
 
     def begin(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k]."""
+        ...
+
+    def begin_into(
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``begin`` of a long chunk: the sum is added to ``out``, float32 [T, D], which may be what x is
+        made from: x is asked for before ``compute``."""
         ...
 
     def stage(self, work: Work, ends: Sequence[int]) -> None:
@@ -89,6 +98,12 @@ class SliceChunk:
         self._layer, self._x = layer, x
         self._out = torch.zeros_like(x)
         self._uses = _uses(ids.cpu(), weights)
+
+    def begin_into(
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.begin(layer, x(slice(0, ids.shape[0])).clone(), ids, weights)
+        self._out = out
 
     def stage(self, work: Work, ends: Sequence[int]) -> None:
         self._launches = [work[a:b] for a, b in zip([0, *ends[:-1]], ends)]

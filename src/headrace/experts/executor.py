@@ -20,10 +20,11 @@ import torch
 
 from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
 from headrace.experts.cache_policy import value_constants
+from headrace.experts.chunk import Rows
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
-from headrace.experts.split import PathRates, split_table
+from headrace.experts.split import PathRates, opened, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 # Tokens of a step that is guessed: what was measured. The kernels take more.
 FORESEEN_TOKENS = 1
+
+# Fetches of a layer that the CPU may take while they travel. Of experts in five slices.
+MOST_OPEN = 2
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
@@ -44,6 +48,7 @@ class ExecutorShape:
 
     max_tokens: of a decoding step; top_k: experts of a token; num_slots: slices that the cache holds
     max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16
+    max_open: fetches of a split layer that the CPU may take while they travel, up to 4
     """
 
     placement: Placement
@@ -51,6 +56,7 @@ class ExecutorShape:
     top_k: int
     num_slots: int
     max_prefetch: int = 0
+    max_open: int = 0
 
     def plan_shape(self, store: HostStore) -> PlanShape:
         """The plan's sizes.
@@ -75,6 +81,7 @@ class ExecutorShape:
             max_fetch=fetch,
             window=value_constants(store.num_layers, slices).window,
             max_prefetch=self.max_prefetch if fetch else 0,
+            max_open=self.max_open if fetch and self.placement == "hybrid" else 0,
         )
 
     def max_missing(self, store: HostStore) -> int:
@@ -132,6 +139,11 @@ class HybridExecutor:
         self.early = True
         self.foreseen_tokens = min(FORESEEN_TOKENS, shape.max_tokens)
         self._ahead, self._early_guess = device.event(), device.event()
+        # A single token's x goes to the CPU and into halves while the router is asked.
+        self.publishes = True
+        self._beside = device.stream()
+        self._normed, self._published = device.event(), device.event()
+        self._given: tuple[int, torch.Tensor] | None = None
         self._guessed: torch.Tensor | None = None  # the layer's input, while a side stream reads it
         self._routers: dict[int, RouterView] = {}
         self._foreseen = -1  # the layer that was guessed early
@@ -146,6 +158,27 @@ class HybridExecutor:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """See ``layers.moe.MixtureExecutor``."""
+        return self._computed(layer, x, ids, weights, None)
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``layers.moe.AddsResidual``."""
+        return self._computed(layer, x, ids, weights, residual)
+
+    def _computed(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
         tokens = x.shape[0]
         if tokens > self.shape.max_tokens:
             if self._prefill is None:
@@ -153,12 +186,16 @@ class HybridExecutor:
                     f"{tokens} tokens at once, this executor takes {self.shape.max_tokens}",
                     hint="give a smaller --max-batch-tokens",
                 )
-            return self._prefill(layer, x, ids, weights)
+            out = self._prefill(layer, x, ids, weights)
+            return out if residual is None else out.add_(residual)
         paths = self.paths
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        if layer == 0:
-            paths.begin_step()
-        paths.prepare(x)
+        given, self._given = self._given, None
+        published = given is not None and given[0] == layer and given[1] is x
+        if not published:
+            if layer == 0:
+                paths.begin_step()
+            paths.prepare(layer, x)
         paths.plan(layer, ids, weights)
         if self._fetches:
             self._fork.record()
@@ -166,6 +203,8 @@ class HybridExecutor:
             with self.device.use(self._side):
                 paths.gather(layer)
                 self._join.record()
+        if published:
+            self._published.wait()
         if self.plan_shape.num_slots:
             paths.hits(x)
         self._foresee_next(layer)
@@ -174,7 +213,16 @@ class HybridExecutor:
             self._guessed = None
             paths.fetched(x)
         paths.await_cpu()
-        return paths.combine(tokens)
+        return paths.combine(tokens, None if residual is None else residual.contiguous())
+
+    def add_to(
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See ``layers.moe.LongChunks``."""
+        if ids.shape[0] > self.shape.max_tokens and isinstance(self._prefill, StreamPrefill):
+            self._prefill.add_to(layer, x, ids, weights, out)
+        else:
+            out += self(layer, x(slice(0, ids.shape[0])), ids, weights)
 
     def foresee(
         self, layer: int, x: torch.Tensor, router: RouterView, valid: torch.Tensor | None
@@ -190,6 +238,19 @@ class HybridExecutor:
         with self.device.use(self._side):
             guessed = self.paths.guess(self._guessed, router)
             self.paths.prefetch(layer, guessed, router.top_k, valid)
+
+    def normed(self, layer: int, x: torch.Tensor) -> None:
+        """See ``layers.moe.Foresight``."""
+        if not self.publishes or x.shape[0] != 1 or not x.is_contiguous():
+            return
+        if layer == 0:
+            self.paths.begin_step()
+        self._normed.record()
+        self._beside.wait_event(self._normed)
+        with self.device.use(self._beside):
+            self.paths.publish(layer, x)
+            self._published.record()
+        self._given = (layer, x)
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None) -> None:
         """See ``layers.moe.Foresight``."""
@@ -241,8 +302,8 @@ class HybridExecutor:
     def set_table(self, table: tuple[int, ...]) -> None:
         """Fetch ``table[m]`` of m missing slices from now on; between steps. Captured graphs follow."""
         self.table = table
-        none = (0,) * len(table)
-        self.paths.set_split([table if able else none for able in self.can_fetch])
+        none, own = (0,) * len(table), opened(table, self.plan_shape.max_open)
+        self.paths.set_split([own if able else none for able in self.can_fetch])
 
     def fill(self) -> None:
         """Fill the slots before the first step, expert by expert over all layers alike.
@@ -258,9 +319,19 @@ class HybridExecutor:
                 keys += [s.key(layer, expert, piece) for piece in range(s.num_slices)]
         self.paths.fill(keys)
 
+    def post_counts(self) -> None:
+        """Send the counters to the host as they are behind the work queued so far."""
+        self.paths.post_counts()
+
+    def posted_counts(self) -> ExpertCounts:
+        """``counts`` at the oldest point that was posted; waits for that only. The CPU's own are today's."""
+        return self._with_service(self.paths.posted_counts())
+
     def counts(self) -> ExpertCounts:
         """Slices by path so far; waits for the GPU."""
-        found = self.paths.counts()
+        return self._with_service(self.paths.counts())
+
+    def _with_service(self, found: ExpertCounts) -> ExpertCounts:
         if self.service is None:
             return found
         all_of_them = self._past + self.service.stats()
@@ -279,6 +350,19 @@ class HybridExecutor:
             return PromptSlices()
         return PromptSlices(self._prefill.hit, self._prefill.fetched, self._prefill.on_cpu)
 
+    @property
+    def service_works(self) -> bool:
+        """Whether the next step can begin with the service as it is, or needs none."""
+        if self.service is None:
+            return True
+        asked = self.service.fault() is not ExpertFault.NONE
+        return not (self._failed or asked) and self.service.running()
+
+    def wake(self) -> None:
+        """Wake the CPU's threads for a step behind one that has not ended yet."""
+        if self.service is not None:
+            self.service.wake()
+
     def step_begins(self, num_tokens: int) -> None:
         """Wake the CPU's threads; replace a service that failed.
 
@@ -289,8 +373,7 @@ class HybridExecutor:
             self._prefill.settle()
         if self.service is None:
             return
-        asked = self.service.fault() is not ExpertFault.NONE  # a prompt's part was not answered
-        if self._failed or asked or not self.service.running():
+        if not self.service_works:  # a prompt's part was not answered, too
             self._restart_service()
         self.service.wake()
 

@@ -24,6 +24,7 @@ from headrace.experts.request_block import RequestBlock
 from headrace.experts.slab import SlabLayout
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
+from headrace.machine.readback import ReadBack
 from headrace.ops import registry
 from headrace.ops.expert_records import RouterView
 from headrace.ops.records import Activation
@@ -58,6 +59,7 @@ class GpuPaths:
         kernels = registry.gpu_experts()
         self._kernels, self.shape, self._store = kernels, shape, store
         self._fields, self._block, self.layout = fields, block, store.layout
+        self._device = device
         target = device.torch_device
         at = (fields.header, fields.items, fields.pair_token, fields.pair_weight)
         geometry = kernels.PlanGeometry(
@@ -73,6 +75,8 @@ class GpuPaths:
             max_prefetch=shape.max_prefetch,
             slice_nbytes=store.layout.slice_nbytes,
             prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
+            max_open=shape.max_open,
+            numbered=block is not None and fields.ready_parts > 0,
         )
         words = None if block is None else block.view(torch.int32)
         constants = value_constants(shape.num_layers, shape.num_slices).table()
@@ -93,6 +97,9 @@ class GpuPaths:
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
                 abort=fields.abort // _WORD,
+                taken=fields.taken // _WORD,
+                pace=fields.pace // _WORD,
+                ready=fields.ready // _WORD,
                 x=fields.x // _WORD,
                 out=fields.out // _WORD,
             ),
@@ -100,6 +107,8 @@ class GpuPaths:
             layers=[geometry_of(kernels, layout, nbytes) for layout in store.layouts],
         )
         self._layer = 0  # that is planned
+        totals: torch.Tensor = self.state.totals
+        self._totals = ReadBack(device, totals.numel(), totals.dtype)
 
     def begin_step(self) -> None:
         self._kernels.start_step(self.state)
@@ -115,8 +124,11 @@ class GpuPaths:
     ) -> None:
         self._ahead.prefetch(layer, guessed, top_k, valid)
 
-    def prepare(self, x: torch.Tensor) -> None:
-        self.launcher.prepare(x)
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
+        self.launcher.prepare(x, layer)
+
+    def publish(self, layer: int, x: torch.Tensor) -> None:
+        self.launcher.prepare(x, layer, beside=True)
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer
@@ -134,15 +146,19 @@ class GpuPaths:
     def await_cpu(self) -> None:
         self.launcher.await_cpu()
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        return self.launcher.combine(num_tokens)
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return self.launcher.combine(num_tokens, residual)
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
         rows = torch.tensor([list(table) for table in tables], dtype=torch.int32)
         want = tuple(self.state.split.shape)
         if rows.shape != want:
             raise InternalError(f"split tables {list(rows.shape)}, expected {list(want)}")
-        self.state.split.copy_(rows)
+        # From pinned memory, which torch keeps until the copy is done: a copy that waits would wait for the
+        # step on its way, too.
+        pinned = self._device.pinned(*want, dtype=torch.int32)
+        pinned.copy_(rows)
+        self._device.copy(self.state.split, pinned)
 
     def fill(self, keys: Sequence[int]) -> None:
         s = self.shape
@@ -162,8 +178,18 @@ class GpuPaths:
 
     def counts(self) -> ExpertCounts:
         """Waits for the GPU. The CPU's own figures are its service's."""
-        totals: list[int] = self.state.totals.tolist()
-        hits, fetched, computed, layers, _, admitted, *_ = totals
+        return self._counts_of(self.state.totals.tolist())
+
+    def post_counts(self) -> None:
+        self._totals.post(self.state.totals)
+
+    def posted_counts(self) -> ExpertCounts:
+        totals: Any = self._totals.take()
+        return self._counts_of(totals.tolist())
+
+    def _counts_of(self, totals: list[int]) -> ExpertCounts:
+        hits, planned, computed, layers, _, admitted, _, fetched, *_ = totals
+        computed += planned - fetched  # what the CPU took
         fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
         chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(

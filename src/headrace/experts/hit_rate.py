@@ -26,6 +26,7 @@ from math import exp
 from typing import Literal
 
 from headrace.core.errors import ConfigError
+from headrace.core.words import counted
 
 PolicyName = Literal["lru", "value"]
 LONGEST_GAP = 1 << 16  # tokens; beyond it every expert was met
@@ -122,7 +123,7 @@ def predict_hit_rate(
     if not 0 <= residency <= 1:
         raise ConfigError(f"residency is {residency}, expected 0 to 1", param="residency")
     if not 0 < top_k <= num_experts:
-        raise ConfigError(f"top-{top_k} of {num_experts} experts", param="top_k")
+        raise ConfigError(f"top-{top_k} of {counted(num_experts, 'expert')}", param="top_k")
     if residency >= 1:
         return 1.0
     chance = top_k / num_experts

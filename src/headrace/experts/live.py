@@ -9,8 +9,9 @@ that the plan reads, so captured graphs follow it without being captured again.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from headrace.core.status import ExpertSnapshot
 from headrace.experts.executor import HybridExecutor
@@ -25,6 +26,14 @@ from headrace.experts.step_record import ExpertStep
 # (rates.WINDOW), and a table of a full batch, 257 entries, takes the host some milliseconds to work out,
 # which must not come with every step of 5 to 20 ms.
 TABLE_STEPS = 5
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that has begun: how many tokens, and when."""
+
+    tokens: int
+    began_s: float
 
 
 class LiveExperts:
@@ -43,8 +52,9 @@ class LiveExperts:
     ) -> None:
         self.executor, self.tracker = executor, tracker
         self._clock = clock
-        self._began_s = 0.0
-        self._tokens = 0
+        self._step = _Step(0, 0.0)  # that has begun last
+        self._launched: deque[_Step] = deque()  # and has not ended, the oldest first
+        self._ended_s = 0.0
         self._idle_nbytes = 0
         self._before = executor.counts()
         self._steps = 0
@@ -65,26 +75,46 @@ class LiveExperts:
             return None
         return Promoter(x.device, x.store, x.paths, x.plan_shape, x.can_fetch)
 
-    def step_begins(self, num_tokens: int) -> None:
+    @property
+    def can_run_ahead(self) -> bool:
         """See ``engine.parts.ExpertRuntime``."""
-        self.executor.step_begins(num_tokens)
-        self._tokens = num_tokens
+        waits = self._promoter is not None and self._promoter.waits(self._idle_nbytes)
+        return self.executor.service_works and not waits
+
+    def step_begins(self, num_tokens: int, *, ahead: bool = False) -> None:
+        """See ``engine.parts.ExpertRuntime``."""
+        if ahead:
+            self.executor.wake()
+        else:
+            self.executor.step_begins(num_tokens)
+        self._step = _Step(num_tokens, self._clock())
         if self.tracker is not None and num_tokens > self.executor.shape.max_tokens:
             self.executor.set_prompt_rates(self.tracker.rates)
         if self._promoter is not None:
-            self._promoter.advance(self._idle_nbytes if self._decodes else 0)
+            self._promoter.advance(self._idle_nbytes if self._decodes(self._step) else 0)
         self._idle_nbytes = 0
-        self._began_s = self._clock()
+
+    def step_launched(self) -> None:
+        """See ``engine.parts.ExpertRuntime``."""
+        self.executor.post_counts()
+        self._launched.append(self._step)
 
     def step_ended(self) -> None:
         """See ``engine.parts.ExpertRuntime``."""
-        self.executor.step_ended()
-        seconds = self._clock() - self._began_s
-        now = self.executor.counts()
+        if self._launched:
+            step, now = self._launched.popleft(), self.executor.posted_counts()
+            self.executor.step_ended()
+        else:
+            self.executor.step_ended()
+            step, now = self._step, self.executor.counts()
+        # One that ran ahead began to be computed when the one before it ended.
+        began_s, self._ended_s = max(step.began_s, self._ended_s), self._clock()
+        seconds = self._ended_s - began_s
         grown = _difference(now, self._before)
         self._before = now
-        self.last = self._step(grown) if self._decodes else None
-        if not self._decodes or self.tracker is None:
+        decodes = self._decodes(step)
+        self.last = self._record(grown, step.tokens) if decodes else None
+        if not decodes or self.tracker is None:
             return
         slices = self.executor.store.mean_slice_nbytes
         base = self.tracker.base
@@ -113,13 +143,12 @@ class LiveExperts:
                 self.executor.set_table(table)
                 self.num_tables += 1
 
-    @property
-    def _decodes(self) -> bool:
-        return 0 < self._tokens <= self.executor.shape.max_tokens
+    def _decodes(self, step: _Step) -> bool:
+        return 0 < step.tokens <= self.executor.shape.max_tokens
 
-    def _step(self, grown: ExpertCounts) -> ExpertStep:
+    def _record(self, grown: ExpertCounts, tokens: int) -> ExpertStep:
         layout, shape = self.executor.store.layout, self.executor.shape
-        uses = self._tokens * shape.top_k * self.executor.store.num_layers * layout.num_slices
+        uses = tokens * shape.top_k * self.executor.store.num_layers * layout.num_slices
         return ExpertStep(
             grown.hits,
             grown.fetched,

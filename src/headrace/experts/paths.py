@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from headrace.experts.plan_oracle import (
     foresee,
     new_tables,
     plan_layer,
+    take,
 )
 from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
@@ -121,8 +122,12 @@ class ExpertPaths(Protocol):
         valid: bool [T], rows that count; None: all."""
         ...
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
         """Give x, float32 [T, D], to all paths."""
+        ...
+
+    def publish(self, layer: int, x: torch.Tensor) -> None:
+        """``prepare`` of a single token on another stream, beside the router and the plan."""
         ...
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -137,8 +142,8 @@ class ExpertPaths(Protocol):
     def fetched(self, x: torch.Tensor) -> None: ...
     def await_cpu(self) -> None: ...
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        """The sum of all paths, float32 [T, D]."""
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of all paths and of ``residual``, float32 [T, D], contiguous."""
         ...
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
@@ -151,6 +156,14 @@ class ExpertPaths(Protocol):
         ...
 
     def counts(self) -> ExpertCounts: ...
+
+    def post_counts(self) -> None:
+        """Send the counters to the host as they are behind the work queued so far."""
+        ...
+
+    def posted_counts(self) -> ExpertCounts:
+        """``counts`` at the oldest point that was posted; waits for that only."""
+        ...
 
     def view(self) -> CacheView:
         """The cache as it is; between steps."""
@@ -182,14 +195,21 @@ class HostPaths:
 
     Args:
         cpu: computes the CPU's part; the float64 reference if None.
+        taking: how many of a plan's open fetches the CPU takes; half of them if None.
     """
 
     def __init__(
-        self, store: HostStore, shape: PlanShape, act: Activation, cpu: CpuExperts | None = None
+        self,
+        store: HostStore,
+        shape: PlanShape,
+        act: Activation,
+        cpu: CpuExperts | None = None,
+        taking: Callable[[LayerPlan], int] | None = None,
     ) -> None:
         self.shape = shape
         self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
+        self._taking = taking or (lambda plan: plan.num_open // 2)
         layout: SlabLayout = store.layout
         self.arena = torch.zeros(shape.all_slots, layout.slice_nbytes, dtype=torch.uint8)
         self._prefetched = NOTHING_PREFETCHED
@@ -197,6 +217,7 @@ class HostPaths:
         self._split: Sequence[Sequence[int]] = ()
         self._counts = [0] * 5
         self._fetch_s = self._compute_s = 0.0
+        self._posted: list[ExpertCounts] = []
         self._plan: LayerPlan | None = None
         self._layer = 0
         self._x = self._out = torch.zeros(0)
@@ -224,9 +245,11 @@ class HostPaths:
             self.arena[slot, : len(source)] = source
             self._sent_nbytes += len(source)
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def prepare(self, layer: int, x: torch.Tensor) -> None:
         self._x = x
         self._out = torch.zeros(x.shape, dtype=torch.float64)
+
+    publish = prepare
 
     def plan(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._layer = layer
@@ -239,6 +262,7 @@ class HostPaths:
             self._split[layer],
             self._prefetched,
         )
+        plan = take(self.shape, self.tables, layer, plan, self._taking(plan))
         self._plan, self._prefetched = plan, NOTHING_PREFETCHED
         there = sum(origin != NO_PLACE for origin in plan.origins)
         self._ahead_nbytes += there * self._store.layouts[layer].slice_nbytes
@@ -288,7 +312,7 @@ class HostPaths:
 
     def on_cpu(self, layer: int, x: torch.Tensor, plan: LayerPlan) -> torch.Tensor:
         """The CPU's part of a layer, [T, D]."""
-        rows = [(c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu]
+        rows = sorted((c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu)
         work = Items(
             torch.tensor(rows, dtype=torch.int32),
             torch.tensor([token for token, _ in plan.pairs], dtype=torch.int32),
@@ -308,8 +332,9 @@ class HostPaths:
             work.pair_weight,
         )
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        return self._out[:num_tokens].float()
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._out[:num_tokens].float()
+        return out if residual is None else out + residual
 
     def set_split(self, tables: Sequence[Sequence[int]]) -> None:
         self._split = tables
@@ -335,6 +360,12 @@ class HostPaths:
             prefetched_nbytes=self._sent_nbytes,
             ahead_nbytes=self._ahead_nbytes,
         )
+
+    def post_counts(self) -> None:
+        self._posted.append(self.counts())
+
+    def posted_counts(self) -> ExpertCounts:
+        return self._posted.pop(0)
 
     def view(self) -> CacheView:
         tables = self.tables

@@ -20,6 +20,7 @@ from math import comb
 from typing import Literal
 
 from headrace.core.errors import ConfigError
+from headrace.core.words import counted
 from headrace.experts.split import GIGA, PathRates, best_fetch_count, layer_seconds
 
 Placement = Literal["gpu", "cpu", "stream", "hybrid"]
@@ -145,7 +146,7 @@ def _expected_layer_s(
 def _why_not(wanted: Placement, load: ExpertLoad, rates: PathRates) -> str:
     total = load.num_layers * load.num_experts
     if wanted == "gpu":
-        return f"{load.num_slots} of {total} experts fit into VRAM"
+        return f"{load.num_slots} of {counted(total, 'expert')} fit into VRAM"
     if wanted != "stream" and not rates.can_compute:
         return "the CPU's rate is 0"
     return "PCIe's rate is 0" if not rates.can_fetch else "no expert fits into VRAM"

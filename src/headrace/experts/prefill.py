@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from headrace.core.errors import ConfigError
 from headrace.experts.split import GIGA, PathRates
 
+# Tokens of a prompt that the CPU takes at a time: beyond it nearly every expert has several tokens, so that
+# a longer request would move hardly fewer bytes a token. Bounds the request block too.
+MAX_CPU_TOKENS = 128
 # Longest chunk that is considered; beyond it every layer is streamed anyway.
 LONGEST_CHUNK = 1 << 20
 # Tokens of one expert that the CPU computes in the time of one read of its weights. Measured (H200 machine,

@@ -59,6 +59,10 @@ class Promoter:
         self._rest = 0
         self.promoted = self.dropped = self.nbytes = 0
 
+    def waits(self, budget_nbytes: int) -> bool:
+        """Whether ``advance`` would look at the cache, and with that wait for the device."""
+        return bool(self._arrived) or (budget_nbytes > 0 and self._queue.idle and not self._rest)
+
     def advance(self, budget_nbytes: int) -> None:
         """Between steps: install what has arrived, and send ``budget_nbytes`` more on the way."""
         self._install()

@@ -17,10 +17,10 @@ rates in, a record out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.experts.cache_policy import CachePolicy, top_units
+from headrace.experts.cache_policy import CachePolicy
 from headrace.experts.promotion import (
     Promotion,
     PromotionQueue,
@@ -217,9 +217,10 @@ class Simulation:
         """Bytes that have arrived of each guessed unit when the plan is made."""
         paths, policy = self.machine.paths, self.policy
         size, gbps = paths.slice_nbytes, paths.pcie_alone_gbps or paths.pcie_gbps
-        resident = set(policy.residents()) - self._arriving
+        resident, arriving = policy.residents(), self._arriving
         units = [u for expert in guessed for u in policy.shape.units_of(expert)]
-        units = [u for u in units if u not in resident][: self.machine.max_prefetch]
+        units = [u for u in units if u not in resident or u in arriving]
+        units = units[: self.machine.max_prefetch]
         begin_s = max(begin_s, self.clock.free_s(PCIE))
         left = min(int(max(end_s - begin_s, 0.0) * gbps * GIGA), len(units) * size)
         self.totals.prefetched += left
@@ -247,12 +248,11 @@ class Simulation:
         policy, shape = self.policy, self.policy.shape
         limit = max(1, self._idle_nbytes // self.machine.paths.slice_nbytes)
         limit = min(limit, shape.num_slots)
-        resident = list(policy.residents())
-        free = shape.num_slots - len(resident)
+        free = shape.num_slots - len(policy.residents())
         inside = [Valued(u, policy.value(shape.expert_of(u))) for u in _coldest(policy, limit)]
         outside = [
             Valued(u, policy.value(shape.expert_of(u)))
-            for u in top_units(policy, limit, missing=True)
+            for u in policy.top_units(limit, missing=True)
         ]
         self._queue.offer(choose_promotions(outside, inside, num_free=free, limit=limit))
 
@@ -270,7 +270,7 @@ class Simulation:
         """A copy is about to begin: its slot is taken from the coldest unit of now, since demand may
         have evicted the victim that was thought of. False if it is not worth it any more."""
         policy, shape = self.policy, self.policy.shape
-        resident = set(policy.residents())
+        resident = policy.residents()
         if promotion.key in resident:
             return False
         candidate = Valued(promotion.key, policy.value(shape.expert_of(promotion.key)))
@@ -297,6 +297,7 @@ def simulate(
     table: Sequence[int] | None = None,
     promote: bool = True,
     guesses: Sequence[Sequence[int]] | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Prediction:
     """Replay visits (``replay.visits_of``) and add up what follows the first ``skip_steps`` steps.
 
@@ -304,6 +305,7 @@ def simulate(
         visits: step by step, each through all layers of ``policy.shape``.
         skip_steps: warm the cache and do not count.
         guesses: of each visit, see ``Simulation.step``.
+        progress: told the share of steps that are done, at each of them.
     """
     layers = policy.shape.num_layers
     run = Simulation(policy, machine, table=table, promote=promote)
@@ -315,6 +317,8 @@ def simulate(
             busy = {name: run.clock.busy_s(name) for name in (GPU, PCIE, CPU)}
         part = slice(at * layers, (at + 1) * layers)
         run.step(visits[part], None if guesses is None else guesses[part])
+        if progress is not None:
+            progress((at + 1) / num_steps)
     seconds = run.clock.free_s(GPU) - start_s
     now = run.totals
     idle = {
@@ -339,7 +343,7 @@ def simulate(
 
 
 def _coldest(policy: CachePolicy, count: int) -> list[int]:
-    return top_units(policy, count, missing=False)
+    return policy.top_units(count, missing=False)
 
 
 def _both(fetch_nbytes: int, cpu_nbytes: int, paths: PathRates) -> tuple[float, float]:

@@ -35,6 +35,7 @@ import torch
 
 from headrace.checkpoint.mapped import MappedFile
 from headrace.core.errors import CheckpointError, DoesNotFitError
+from headrace.core.words import counted
 from headrace.experts.slab import SLICE_ALIGNMENT, SlabLayout
 from headrace.experts.slab_load import Loader
 from headrace.machine.dram_probe import dram_read_gbps
@@ -83,7 +84,7 @@ class SlabFile:
         self._starts = [offset + at for at in _layer_starts(layouts, num_experts)]
         end = self._starts[-1]
         if self._file.nbytes != end:
-            raise CheckpointError(f"{path}: {self._file.nbytes} bytes, expected {end}")
+            raise CheckpointError(f"{path}: {counted(self._file.nbytes, 'byte')}, expected {end}")
         sums: list[int] = header["crc32"]
         for layer, layout in enumerate(layouts):
             expert = layer % num_experts  # another one in each layer: damage comes in runs

@@ -15,6 +15,7 @@ import torch
 from headrace.core.block_planes import SCALES_AT, scale_bytes
 from headrace.core.errors import InternalError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
+from headrace.core.words import counted
 from headrace.experts.model_layout import ExpertKind, model_layouts
 from headrace.experts.slab import SlabLayout, slab_format
 from headrace.formats.base import PackedTensor
@@ -61,7 +62,7 @@ def layout_of(layers: Sequence[ExpertWeights], num_slices: int | None = None) ->
     if len(found) != 1:
         listed = "; ".join(sorted(f"{x.format} gate and up, {x.down_format} down" for x in found))
         raise UnsupportedModelError(
-            f"the experts are stored in {len(found)} ways: {listed}",
+            f"the experts are stored in {counted(len(found), 'way')}: {listed}",
             hint="give each layer its own layout",
         )
     return found.pop()
@@ -73,7 +74,7 @@ def _kind(index: int, layer: ExpertWeights) -> ExpertKind:
     if len(found) != 1:
         listed = "; ".join(sorted(f"{g} gate, {u} up, {d} down" for g, u, d in found))
         raise UnsupportedModelError(
-            f"layer {index} of experts stores them in {len(found)} ways: {listed}",
+            f"layer {index} of experts stores them in {counted(len(found), 'way')}: {listed}",
             hint="slabs need one format for all experts of a layer; use a file that has it",
         )
     gate, up, down = found.pop()

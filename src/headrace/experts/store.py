@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import DoesNotFitError
+from headrace.core.words import counted
 from headrace.experts.model_layout import mean_slice_nbytes, widest
 from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_file import SlabFile, fingerprint, open_or_write
@@ -283,7 +284,7 @@ def _slab_file(
     sizes = [store.layer_nbytes(layer) for layer in range(len(layers))]
     need = sum(sizes)
     short = (
-        f"the experts need {need / 1e9:.1f} GB as slabs, {len(layers)} layers of "
+        f"the experts need {need / 1e9:.1f} GB as slabs, {counted(len(layers), 'layer')} of "
         f"{need / len(layers) / 1e9:.2f} GB; {limits.ram_nbytes / 1e9:.1f} GB of RAM may be used "
         f"({limits.reason})"
     )
@@ -308,7 +309,7 @@ def _say(store: HostStore, refusal: str | None, file: SlabFile | None, in_ram: i
         )
     if file is not None:
         store.notes.append(
-            f"RAM is short: {store.num_layers - in_ram} of {store.num_layers} layers of experts "
+            f"RAM is short: {store.num_layers - in_ram} of {counted(store.num_layers, 'layer')} of experts "
             f"({account.mapped_nbytes / 1e9:.1f} GB) are read from {file.path}, at "
             f"{file.read_gbps():.1f} GB/s where the page cache does not hold them, against "
             f"{file.memory_gbps():.0f} GB/s from RAM"

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.experts.chunk import ChunkCompute, SlotTable
+from headrace.experts.chunk import ChunkCompute, Rows, SlotTable
 from headrace.experts.plan_oracle import FREE, PlanShape
 from headrace.experts.prefill import (
     expected_distinct,
@@ -115,18 +115,51 @@ class StreamPrefill:
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """x: float32 [T, D]; ids: int32 [T, k]; weights: float32 [T, k] -> float32 [T, D]."""
-        tokens, top_k = ids.shape
-        both = self.takes_both_paths(tokens, top_k)
-        everything = not both and self._uses_everything(tokens, top_k)
+        if self._enter(layer, *ids.shape):
+            self._compute.begin(layer, x, ids, weights)
+            return self._stream(layer)
+        most = self._piece(layer, *ids.shape)
+        if most is not None:
+            return self._in_pieces(layer, x, ids, weights, most)
+        return self._route(layer, x, ids, weights)
+
+    def add_to(
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Add a long chunk's sum to ``out``, float32 [T, D], with little memory beside it.
+
+        x: what makes the rows, which may come from ``out``.
+        """
+        tokens = ids.shape[0]
+        if self._enter(layer, *ids.shape):
+            self._compute.begin_into(layer, x, ids, weights, out)
+            self._stream(layer)
+            return
+        most = self._piece(layer, *ids.shape)
+        of_all = None if most is None else self._uses(ids.cpu())
+        start = 0
+        for size in pieces(tokens, most or tokens):
+            r = slice(start, start + size)
+            out[r] += self._route(layer, x(r), ids[r], weights[r], of_all)
+            start += size
+
+    def _enter(self, layer: int, tokens: int, top_k: int) -> bool:
+        """Come to a layer; whether all of its experts pass through the ring."""
+        everything = not self.takes_both_paths(tokens, top_k) and self._uses_everything(
+            tokens, top_k
+        )
         if layer != self._next:
             self._begin(layer, tokens, everything)
         self._next = layer + 1
-        can_fetch = self._can_fetch(layer)
-        if everything and can_fetch:
-            return self._stream(layer, x, ids, weights)
-        if self._cpu is not None and tokens > self._cpu.max_tokens and (both or not can_fetch):
-            return self._in_pieces(layer, x, ids, weights, self._cpu.max_tokens)
-        return self._route(layer, x, ids, weights)
+        return everything and self._can_fetch(layer)
+
+    def _piece(self, layer: int, tokens: int, top_k: int) -> int | None:
+        """Tokens that go at a time on both paths; None for all of them."""
+        cpu = self._cpu
+        if cpu is None or tokens <= cpu.max_tokens:
+            return None
+        both = self.takes_both_paths(tokens, top_k) or not self._can_fetch(layer)
+        return cpu.max_tokens if both else None
 
     def set_rates(self, rates: PathRates | None) -> None:
         """Choose between both paths and streaming by these rates; between steps. None: unknown.
@@ -189,11 +222,8 @@ class StreamPrefill:
             if self._can_fetch(at):
                 self._ring.add(at, _keys(self._residency[at] == FREE))
 
-    def _stream(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def _stream(self, layer: int) -> torch.Tensor:
         """Every expert, whatever the routing."""
-        self._compute.begin(layer, x, ids, weights)
         slots = self._residency[layer]
         hits = _keys(slots != FREE)
         self.hit += len(hits)

@@ -38,6 +38,11 @@ _CALLS = {
 }
 
 
+def is_captured(rows: StepRows) -> bool:
+    """Whether a captured graph serves such a step, and the next one is launched before it has ended."""
+    return rows.decode and rows.tokens <= FEW_ROWS
+
+
 def gpu_classes(
     model: RunningModel, costs: Mapping[str, ClassWork], rows: StepRows, machine: MachineProfile
 ) -> dict[str, float]:
@@ -46,7 +51,7 @@ def gpu_classes(
     Raises:
         MachineError: a rate is missing; the message names it.
     """
-    if rows.decode and rows.tokens <= FEW_ROWS:
+    if is_captured(rows):
         return {name: _captured(model, name, one, rows, machine) for name, one in costs.items()}
     found = {name: _launched(name, one, machine) for name, one in costs.items()}
     launches = EAGER_KERNELS * model.spec.num_layers * rate_of(machine, "kernel_launch")

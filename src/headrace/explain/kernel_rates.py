@@ -1,8 +1,8 @@
 """What a step should take with this engine's own kernels: work over rates that a probe measured.
 
 A floor divides by what the hardware can do. This divides by what the kernels reach on synthetic matrices
-and caches, measured beforehand, and adds calls from Python and the host's work for each step. Nothing in
-it is fitted to the steps that it predicts.
+and caches, measured beforehand, and adds calls from Python and the host's work for each step, as far as a
+GPU's work does not hide it. Nothing in it is fitted to the steps that it predicts.
 
 Rates of a ``MachineProfile``, beside the hardware's; CLASS is the id with underscores:
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from headrace.core.errors import MachineError
 from headrace.explain import leaf
 from headrace.explain.cost import rate_of
-from headrace.explain.gpu_kernel_rates import gpu_classes
+from headrace.explain.gpu_kernel_rates import gpu_classes, is_captured
 from headrace.explain.running_cost import (
     MATRICES,
     ClassWork,
@@ -100,12 +100,19 @@ def predict(
     else:
         classes = {name: _class_seconds(name, one, rows, machine) for name, one in costs.items()}
         classes[leaf.LAUNCHES] = _calls(model, rows, machine)
+    gpu_s = sum(classes.values())
     classes[leaf.SCHEDULE] = rate_of(machine, "step_host")
     if model.gpu:
         blocks = sum(-(-(new + cached) // model.block_tokens) for new, cached in rows.sequences)
         classes[leaf.SCHEDULE] += blocks * rate_of(machine, "block_host")
         classes[leaf.SCHEDULE] += 0.0 if experts is None else experts.host_s
     classes[leaf.DETOKENIZE] = rows.sampled * rate_of(machine, "token_host")
+    if model.gpu and is_captured(rows):
+        # The next step is launched before the host handles this one's result: what it does meanwhile shows
+        # only where it takes longer than the GPU.
+        hidden = min(1.0, gpu_s / (classes[leaf.SCHEDULE] + classes[leaf.DETOKENIZE]))
+        classes[leaf.SCHEDULE] *= 1 - hidden
+        classes[leaf.DETOKENIZE] *= 1 - hidden
     return Predicted(classes)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.core.errors import InternalError, MachineError
 from headrace.core.step import StepStats
+from headrace.core.words import counted, plural
 from headrace.explain import advice, leaf
 from headrace.explain.cost import Work, price
 from headrace.explain.kernel_rates import ExpertPrice, predict
@@ -67,7 +68,8 @@ class ExplainReport:
 
     rows: by measured seconds, largest first; gap_s: what no class explains, so that both add up to
     step_s. predicted_s: what the kernels' measured rates make of the step, None where they were not
-    measured. hardware, software: what one change alone would give. advice: in words.
+    measured. hardware, software: what one change alone would give. advice: in words. notes: what a reader of
+    the table should know about it.
     """
 
     model: str
@@ -86,6 +88,7 @@ class ExplainReport:
     hardware: tuple[Change, ...]
     software: tuple[Change, ...]
     advice: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -171,18 +174,27 @@ def explain(
         predicted_s=predicted_s,
         hardware=tuple(_hardware(step)),
         software=tuple(_software(step)),
-        advice=(*_advice(step), *_threads(step, threads), *_doubts(rows, step_s, predicted_s)),
+        advice=(*_advice(step), *_threads(step, threads)),
+        notes=tuple(_doubts(rows, machine, step_s, predicted_s)),
     )
 
 
-def _doubts(rows: Sequence[ClassRow], step_s: float, predicted_s: float | None) -> list[str]:
-    """What a reader would wonder about."""
+def _doubts(
+    rows: Sequence[ClassRow], machine: MachineProfile, step_s: float, predicted_s: float | None
+) -> list[str]:
+    """What a reader of the table would wonder about."""
     lines: list[str] = []
-    above = [row.id for row in rows if row.ratio is not None and row.ratio < ABOVE_ROOF]
-    if above:
+    if machine.origin == "measured" and not machine.measured_at:
         lines.append(
-            f"Faster than the floor: {', '.join(above)}. Floors are those of main memory; what stays in a "
-            "cache is read faster, and stands above the roof."
+            "Floors come from rough rates taken just now, beside whatever else runs here; `headrace bench "
+            "machine` measures them."
+        )
+    # as printed: three digits
+    below = [row.id for row in rows if row.ratio is not None and row.ratio < 0.9995]
+    if below:
+        lines.append(
+            f"A ratio below 1: {', '.join(below)}. Floors are those of main memory; what stays in a cache is "
+            "read faster, and stands above the roof."
         )
     if predicted_s is not None and step_s > ALONE * predicted_s:
         lines.append(
@@ -230,16 +242,18 @@ def _threads(step: advice.Calibrated, threads: int | None) -> list[str]:
     if threads is None or step.model.gpu:
         return []
     if threads >= cores:
-        return [f"Threads: all {cores} cores compute."]
+        return [
+            "Threads: " + plural(cores, "the only core computes.", f"all {cores} cores compute.")
+        ]
     bound = sum(
         step.measured[name]
         for name, one in running_cost(step.model, step.rows).items()
         if name in step.measured and price(one.work, step.machine).bound == "cpu"
     )
     return [
-        f"Threads: {threads} of {cores} cores compute; --threads {cores} can help the "
-        f"{bound / step.step_s:.0%} of the step that arithmetic binds, and the rest until the memory's "
-        "rate is reached."
+        f"Threads: {threads} of {counted(cores, 'core')} {plural(threads, 'computes', 'compute')}; "
+        f"--threads {cores} can help the {bound / step.step_s:.0%} of the step that arithmetic binds, and "
+        "the rest until the memory's rate is reached."
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from string import ascii_letters
 
+from headrace.core.words import counted
 from headrace.explain.report import ABOVE_ROOF, ClassRow, ExplainReport
 from headrace.explain.units_text import amount, figures, seconds
 
@@ -17,10 +18,9 @@ def table(report: ExplainReport) -> list[str]:
     """Title, a line for each class, the gap, the sum."""
     width = max(len(row.id) for row in report.rows) + 2
     head = (
-        f"{report.model} on {report.machine}: {report.phase} of {report.sequences} "
-        f"{'sequence' if report.sequences == 1 else 'sequences'}, {report.tokens} "
-        f"{'token' if report.tokens == 1 else 'tokens'} after {report.context:,}; mean of "
-        f"{report.steps} {'step' if report.steps == 1 else 'steps'}"
+        f"{report.model} on {report.machine}: {report.phase} of {counted(report.sequences, 'sequence')}, "
+        f"{counted(report.tokens, 'token')} after {report.context:,}; mean of "
+        f"{counted(report.steps, 'step')}"
     )
     lines = [
         head,
@@ -42,7 +42,7 @@ def table(report: ExplainReport) -> list[str]:
     if report.predicted_s is not None:
         off = report.predicted_s / report.step_s - 1
         lines[-1] += f" The kernels' own rates predict {seconds(report.predicted_s)} ({off:+.0%})."
-    return lines
+    return [*lines, *report.notes]
 
 
 def _line(letter: str, row: ClassRow, width: int) -> str:
@@ -100,19 +100,27 @@ def roofline(report: ExplainReport, peak: float, memory: float) -> list[str]:
     for at in range(PLOT_WIDTH):
         intensity = left * (right / left) ** (at / (PLOT_WIDTH - 1))
         cells[line(min(peak, memory * intensity))][at] = "-" if intensity >= ridge else "/"
-    for letter, intensity, rate in reversed(found):
-        cells[line(rate)][column(intensity)] = letter
+    places: dict[tuple[int, int], list[str]] = {}
+    for letter, intensity, rate in found:
+        places.setdefault((line(rate), column(intensity)), []).append(letter)
+    for (row, at), letters in places.items():
+        cells[row][at] = letters[0]
     lines = [
         "",
         f"ROOFLINE  {amount(peak, 'FLOP/s')} and {amount(memory, 'B/s')}, ridge {figures(ridge)}",
     ]
     labels = {0: amount(peak, ""), PLOT_HEIGHT - 1: amount(low, "")}
-    for index, row in enumerate(cells):
-        lines.append(f"{labels.get(index, '').strip():>8} |{''.join(row).rstrip()}")
+    for index, row_cells in enumerate(cells):
+        lines.append(f"{labels.get(index, '').strip():>8} |{''.join(row_cells).rstrip()}")
     lines.append(f"{'':>8} +{'-' * PLOT_WIDTH}")
     lines.append(
         f"{'':>10}{figures(left, 2):<{PLOT_WIDTH - 12}}{figures(right, 2):>12} FLOPs a byte"
     )
+    lines += [
+        f"In one place, drawn as {letters[0]}: {', '.join(letters)}"
+        for letters in places.values()
+        if len(letters) > 1
+    ]
     above = [x for x, i, rate in found if rate > min(peak, memory * i) / ABOVE_ROOF]
     if above:
         lines.append(

@@ -13,6 +13,7 @@ import torch
 from headrace.core.block_planes import SCALES_APART, SCALES_AT
 from headrace.core.errors import CheckpointError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
+from headrace.core.words import counted
 
 # fp8's block scales belong to 128 rows at once.
 FP8_BLOCK_ROWS = 128
@@ -238,7 +239,7 @@ def blocks_per_row(name: str, shape: tuple[int, ...]) -> int:
     weights = FORMATS[name].block_weights
     if not shape or shape[-1] % weights:
         raise CheckpointError(
-            f"{name} tensor of shape {list(shape)}: a row must be a multiple of {weights} weights",
+            f"{name} tensor of shape {list(shape)}: a row must be a multiple of {counted(weights, 'weight')}",
             hint="a block cannot be cut; the shape or the format is wrong",
         )
     return shape[-1] // weights

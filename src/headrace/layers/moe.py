@@ -31,6 +31,19 @@ class MixtureExecutor(Protocol):
 
 
 @runtime_checkable
+class LongChunks(Protocol):
+    """An executor that needs little memory for a long chunk."""
+
+    def add_to(
+        self, layer: int, x: Callable[[slice], torch.Tensor], ids: torch.Tensor,
+        weights: torch.Tensor, out: torch.Tensor, /,
+    ) -> None:  # fmt: skip
+        """Add the mixture's sum to ``out``, float32 [T, D]. x: makes rows of its input, float32 [n, D],
+        from rows of ``out`` as they are before."""
+        ...
+
+
+@runtime_checkable
 class Foresight(Protocol):
     """An executor that can use a layer's attention to bring experts, of a decoding step."""
 
@@ -41,10 +54,30 @@ class Foresight(Protocol):
         mixture's call must follow."""
         ...
 
+    def normed(self, layer: int, x: torch.Tensor, /) -> None:
+        """x as the mixture's call will have it, float32 [T, D] of any length, before its router is asked; that
+        call must follow."""
+        ...
+
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None, /) -> None:
         """Just before the mixture's call, of any length: x is the state after the layer's attention,
         before its norm."""
         ...
+
+
+@runtime_checkable
+class AddsResidual(Protocol):
+    """An executor that adds the layer's residual, float32 [T, D], to its sum for nothing; else it is ``__call__``."""
+
+    def with_residual(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+        /,
+    ) -> torch.Tensor: ...
 
 
 class InMemoryExperts:
@@ -82,6 +115,7 @@ class Mixture:
         "_foresight",
         "_index",
         "_layer",
+        "_long",
         "_router",
         "on_computed",
         "on_routing",
@@ -93,6 +127,7 @@ class Mixture:
         self._router = router
         self._experts = experts
         self._foresight = experts if isinstance(experts, Foresight) else None
+        self._long = experts if isinstance(experts, LongChunks) else None
         self.on_routing: RoutingObserver | None = None
         self.on_computed: Callable[[], None] | None = None  # once all of it is launched
 
@@ -124,6 +159,8 @@ class Mixture:
 
         valid: bool [T], False for rows that no expert is to be computed for; None: all of them.
         """
+        if self._foresight is not None:
+            self._foresight.normed(self._index, x)
         ids, weights = self._router(x)
         if valid is not None:
             ids = ids.masked_fill(~valid.unsqueeze(1), -1)
@@ -131,7 +168,30 @@ class Mixture:
             self.on_routing(self._layer, ids)
         if self._foresight is not None:
             self._foresight.attended(self._index, residual, valid)
-        out = self._experts(self._index, x, ids, weights).add_(residual)
+        if isinstance(self._experts, AddsResidual):
+            out = self._experts.with_residual(self._index, x, ids, weights, residual)
+        else:
+            out = self._experts(self._index, x, ids, weights).add_(residual)
         if self.on_computed is not None:
             self.on_computed()
         return out
+
+    def add_to(self, residual: torch.Tensor, norm: Norm, pieces: Sequence[slice]) -> None:
+        """``residual += mixture(norm(residual))`` of a long chunk, float32 [T, D].
+
+        pieces: rows whose normalised form may exist at a time.
+        """
+        routed = [self._router(norm(residual[rows])) for rows in pieces]
+        ids, weights = (torch.cat(one) for one in zip(*routed))
+        if self.on_routing is not None:
+            self.on_routing(self._layer, ids)
+        if self._long is not None:
+            self._long.add_to(
+                self._index, lambda rows: norm(residual[rows]), ids, weights, residual
+            )
+        else:
+            for rows in pieces:
+                x = norm(residual[rows])
+                residual[rows] += self._experts(self._index, x, ids[rows], weights[rows])
+        if self.on_computed is not None:
+            self.on_computed()

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from statistics import median
 from typing import Literal, Protocol
 
 import torch
 
+from headrace.core.words import counted
 from headrace.machine.probe import Machine
 from headrace.machine.profile import (
     OVERLAPPED,
@@ -26,7 +28,7 @@ from headrace.machine.profile import (
     MachineProfile,
     Rate,
 )
-from headrace.machine.threads import best_threads, choose_threads, thread_candidates
+from headrace.machine.threads import SAME_RATE, best_threads, choose_threads, thread_candidates
 
 Load = Callable[[int, Sequence[int], float], float]  # threads, CPUs, seconds -> GB/s
 Progress = Callable[[str, float], None]
@@ -37,6 +39,8 @@ LINK_KINDS = ("h2d", "d2h", "gather")
 GPU_DTYPES = ("bf16", "f16", "fp8", "f32")
 CPU_DTYPES = ("f32", "bf16")
 _CPU_PRODUCT = 2048
+# Turns of the counts of threads, of which the profile keeps the best: as long as three points together.
+ROUNDS = 5
 
 
 class LinkLoad(Protocol):
@@ -159,7 +163,7 @@ class Measurement:
             self.gpu.link.rate_alone("gather", self.seconds / 10)  # compiled before it is timed
         for n in sorted({*candidates, *doubling}):
             cpus = self._cpus(n)
-            how = f"read loop, {n} thread{'s' if n > 1 else ''}"
+            how = f"read loop, {counted(n, 'thread')}"
             self._add(f"dram_read_t{n}", self.loads.read(n, cpus, self.seconds), how)
             if self.gpu is not None:
                 host, _ = self._beside(
@@ -182,26 +186,46 @@ class Measurement:
                 self.rates[f"dram_read{suffix}"] = rate
 
     def _choose(self, candidates: Sequence[int], name: str, load: Load) -> None:
-        """Without a GPU the fastest count alone; with one, that of the largest sum of both paths."""
-        together: dict[int, float] = {}
+        """The topology's count, or one that is clearly better: without a GPU alone, with one in the sum of
+        both paths. All counts take turns, ``ROUNDS`` times, and medians are kept."""
+        alone: dict[int, list[float]] = {n: [] for n in candidates}
+        beside: dict[int, list[float]] = {n: [] for n in candidates}
+        together: dict[int, list[float]] = {n: [] for n in candidates}
+        seconds = 3 * self.seconds / ROUNDS
+        for _ in range(ROUNDS):
+            for n in candidates:
+                alone[n].append(load(n, self._cpus(n), seconds))
+                if self.gpu is None:
+                    together[n].append(alone[n][-1])
+                    continue
+                host, link = self._beside("gather", lambda n=n: load(n, self._cpus(n), seconds))
+                beside[n].append(host)
+                together[n].append(host + link)
         for n in candidates:
-            how = f"{n} threads"
-            alone = self._load(load, n)
-            self._add(f"{name}_t{n}", alone, how)
-            together[n] = alone
-            if self.gpu is not None:
-                host, link = self._beside("gather", lambda n=n: self._load(load, n))
-                self._add(f"{name}_t{n}{OVERLAPPED}", host, f"{how}, beside a PCIe gather")
-                together[n] = host + link
-        self.best = best_threads(together)
+            how = f"{counted(n, 'thread')}, median of {ROUNDS}"
+            self._add(f"{name}_t{n}", median(alone[n]), how)
+            if beside[n]:
+                how += ", beside a PCIe gather"
+                self._add(f"{name}_t{n}{OVERLAPPED}", median(beside[n]), how)
+        self.best = self._best_of(together)
         for suffix in ("", OVERLAPPED):
             rate = self.rates.get(f"{name}_t{self.best}{suffix}")
             if rate is not None:
                 self.rates[f"{name}{suffix}"] = rate
 
+    def _best_of(self, together: Mapping[int, Sequence[float]]) -> int:
+        """The best count. Without a GPU fewer threads than the topology's must keep the arithmetic, too:
+        one thread can read as much as all of them, and prompts are computed by all of them."""
+        start = choose_threads(self.machine.cpu, reserve=0 if self.gpu is None else 1).threads
+        found = best_threads(together, start)
+        if self.gpu is not None or found >= start:
+            return found
+        few, many = (_cpu_gflops("f32", self.seconds, n) for n in (found, start))
+        return found if few >= many * (1 - SAME_RATE) else start
+
     def _experts(self) -> None:
         for fmt, opened in self.loads.experts.items():
-            name, how = f"cpu_experts_{fmt}", f"experts in {fmt}, {self.best} threads"
+            name, how = f"cpu_experts_{fmt}", f"experts in {fmt}, {counted(self.best, 'thread')}"
             if name in self.rates:
                 continue
             with opened() as load:
@@ -211,18 +235,14 @@ class Measurement:
                     self._add(f"{name}{OVERLAPPED}", host, f"{how}, beside a PCIe gather")
 
     def _cpu_products(self) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.best)
-        try:
-            for dtype in CPU_DTYPES:
-                how = f"torch.mm of {_CPU_PRODUCT} x {_CPU_PRODUCT}, {self.best} threads"
-                self._add(f"cpu_flops_{dtype}", _cpu_gflops(dtype, self.seconds), how, "GFLOP/s")
-        finally:
-            torch.set_num_threads(before)
+        for dtype in CPU_DTYPES:
+            how = f"torch.mm of {_CPU_PRODUCT} x {_CPU_PRODUCT}, {counted(self.best, 'thread')}"
+            gflops = _cpu_gflops(dtype, self.seconds, self.best)
+            self._add(f"cpu_flops_{dtype}", gflops, how, "GFLOP/s")
 
     def _link(self, gpu: GpuSide) -> None:
         names = {"h2d": "copy engine", "d2h": "copy engine", "gather": "kernel of 24 programs"}
-        read = f"beside a read loop of {self.best} threads"
+        read = f"beside a read loop of {counted(self.best, 'thread')}"
         for kind in LINK_KINDS:
             how = f"{names[kind]}, pinned memory in pieces of 64 MiB"
             self._add(f"pcie_{kind}", gpu.link.rate_alone(kind, 2 * self.seconds), how)
@@ -243,13 +263,18 @@ class Measurement:
         self._add("flag_round_trip", gpu.flag_round_trip_s(), "2,000 flags in pinned memory", "s")
 
 
-def _cpu_gflops(dtype: str, seconds: float) -> float:
+def _cpu_gflops(dtype: str, seconds: float, threads: int) -> float:
     n, kind = _CPU_PRODUCT, {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
     x, y = torch.randn(n, n).to(kind), torch.randn(n, n).to(kind)
-    best, end, runs = float("inf"), time.perf_counter() + seconds, 0
-    while runs < 2 or time.perf_counter() < end:
-        start = time.perf_counter()
-        torch.mm(x, y)
-        best = min(best, time.perf_counter() - start)
-        runs += 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        best, end, runs = float("inf"), time.perf_counter() + seconds, 0
+        while runs < 2 or time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.mm(x, y)
+            best = min(best, time.perf_counter() - start)
+            runs += 1
+    finally:
+        torch.set_num_threads(before)
     return 2 * n**3 / best / 1e9

@@ -78,6 +78,7 @@ class CudaDevice:
 
     backends: Sequence[str] = ("triton", "reference")
     reads_pageable = False
+    queues = True
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -108,6 +109,9 @@ class CudaDevice:
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Page-locked host memory; torch rounds large blocks up to a power of two."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
 
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -62,6 +62,7 @@ class HostDevice:
     torch_device = torch.device("cpu")
     backends: Sequence[str] = ("cpu", "reference")
     reads_pageable = True
+    queues = False
 
     def stream(self) -> Stream:
         return _InOrder()
@@ -80,6 +81,9 @@ class HostDevice:
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
     def memory(self) -> DeviceMemory:
         seen, own = psutil.virtual_memory(), psutil.Process().memory_info().rss

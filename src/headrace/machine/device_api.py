@@ -62,6 +62,7 @@ class Device(Protocol):
     torch_device: torch.device
     backends: Sequence[str]  # op back-ends, best first
     reads_pageable: bool  # whether its kernels read host memory that is not pinned
+    queues: bool  # whether calls return before their work is done
 
     def stream(self) -> Stream: ...
     def event(self) -> Event: ...
@@ -71,6 +72,11 @@ class Device(Protocol):
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory that the device copies from and to without waiting; not initialised."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy behind the work so far. Host memory must be pinned, and a source on the host stay as
+        it is until the copy is done."""
         ...
 
     def memory(self) -> DeviceMemory: ...

@@ -32,6 +32,13 @@ GRAPH_KERNEL_S = 1.5e-6
 THREAD_WAKE_S = 10e-6
 DISK_GBPS = 7.0
 
+# How a machine is named, for whoever has just got it wrong.
+SYNTAX = (
+    "one GPU, one link and one host as GPU+LINK+HOST+ram=SIZE, all but the GPU or the host optional: "
+    "rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB, or rtx-4090 alone; `headrace plan --machine list` prints "
+    "the names"
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -105,19 +112,31 @@ def known_machine(name: str) -> MachineProfile:
             continue
         part = parts().get(word)
         if part is None:
-            raise ConfigError(
-                f"--machine: {word!r} is not in the catalogue" + _nearest(word, parts()),
-                hint="`headrace plan --machine list` prints every chip, link and host",
-                param="--machine",
-            )
+            raise _no_part(given.strip())
         if part.kind in chosen:
+            kind = {"gpu": "GPU"}.get(part.kind, part.kind)
             raise ConfigError(
-                f"--machine: {chosen[part.kind].name!r} and {word!r} are both a {part.kind}",
-                hint="one GPU, one link and one host, joined by +",
+                f"--machine: {chosen[part.kind].name!r} and {word!r} are both a {kind}",
+                hint=SYNTAX,
                 param="--machine",
             )
         chosen[part.kind] = part
     return _assemble(name, chosen, ram)
+
+
+def _no_part(word: str) -> ConfigError:
+    """What is wrong with a word that names no part, and how machines are put together."""
+    said = f"--machine: {word!r} is not in the catalogue" + _nearest(word.lower(), parts())
+    key, equals, _ = word.partition("=")
+    if not word:
+        said = "--machine: a part is missing: nothing stands before, after or between two +"
+    elif equals:
+        said = f"--machine: {key}= is no property of a machine: only ram=, the host's memory, is"
+    elif word.lower() == "this":
+        said = "--machine: 'this' stands alone: it is the machine that you sit at, as it is"
+    elif re.search(r"[,; ]", word):
+        said = f"--machine: {word!r} is not in the catalogue: parts are joined by +"
+    return ConfigError(said, hint=SYNTAX, param="--machine")
 
 
 def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachineProfile:
@@ -130,7 +149,7 @@ def _assemble(name: str, chosen: dict[str, Part], ram: int | None) -> MachinePro
     if host is None or (gpu is None and "link" in chosen):
         raise ConfigError(
             f"--machine: {name!r} has neither a GPU nor a host",
-            hint="a link joins them: for example rtx-4090+pcie4x16+ddr5-5600-dual",
+            hint=SYNTAX,
             param="--machine",
         )
     rates = {"dram_read": _rate(*host.rates["dram_read"])}

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from headrace.core.errors import MachineError
+from headrace.core.words import counted
 from headrace.machine.probe import MemoryInfo
 
 log = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ def verify_copies(
             wrong = int((back.cpu() != sample).sum())
             raise MachineError(
                 f"copies to the GPU are not reliable: of sample {number}, {wrong} of "
-                f"{sample.numel()} bytes came back changed",
+                f"{counted(sample.numel(), 'byte')} came back changed",
                 hint="update the GPU driver (under WSL: the Windows driver), or run with --device cpu",
             )
         compared += sample.numel()

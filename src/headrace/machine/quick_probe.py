@@ -17,21 +17,26 @@ from headrace.machine.profile import Rate
 from headrace.machine.profile_store import profile_of
 
 _PCIE_NBYTES = 64 << 20
+_SQUARE = 4096  # 0.2 ms on an H200, 6 ms on a GPU of 22 TFLOP/s: far more than a launch
 
 
 def starting_rates(machine: Machine, threads: int) -> tuple[Mapping[str, Rate], bool]:
     """Rates to begin with: the stored profile's, or quick probes; and whether they were probed.
 
-    Probed are ``dram_read`` and, with a GPU, ``pcie_h2d``: names as in ``machine.profile``. They take
-    less than half a second.
+    Probed are ``dram_read`` and, with a GPU, ``pcie_h2d`` and ``gpu_flops_bf16``: names as in
+    ``machine.profile``. They take less than half a second.
     """
     profile, _ = profile_of(machine)
     if profile is not None:
         return profile.rates, False
-    probed = {"dram_read": dram_read_gbps(threads), "pcie_h2d": pcie_h2d_gbps()}
+    probed = {
+        "dram_read": (dram_read_gbps(threads), "GB/s"),
+        "pcie_h2d": (pcie_h2d_gbps(), "GB/s"),
+        "gpu_flops_bf16": (gpu_bf16_gflops(), "GFLOP/s"),
+    }
     return {
-        name: Rate(value, "GB/s", "alone", "quick probe at start")
-        for name, value in probed.items()
+        name: Rate(value, unit, "alone", "quick probe at start")
+        for name, (value, unit) in probed.items()
         if value is not None
     }, True
 
@@ -50,3 +55,18 @@ def pcie_h2d_gbps(nbytes: int = _PCIE_NBYTES) -> float | None:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return nbytes / min(times) / 1e9
+
+
+def gpu_bf16_gflops(size: int = _SQUARE) -> float | None:
+    """Rate of a square bfloat16 product in GFLOP/s; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    a = torch.ones(size, size, dtype=torch.bfloat16, device="cuda")
+    times: list[float] = []
+    for _ in range(4):  # the first one loads cuBLAS
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        a @ a
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times) / 1e9

@@ -8,10 +8,12 @@ on, and never more than the CPU time that its container grants.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from headrace.core.errors import ConfigError
+from headrace.core.words import counted
 from headrace.machine.probe import CpuInfo
 
 
@@ -60,7 +62,7 @@ def choose_threads(
         kind = "core"
     warnings = _affinity_warnings(cpu)
     allowed_cores = len(chosen)
-    reasons = [f"{allowed_cores} {kind}{'s' if allowed_cores != 1 else ''}"]
+    reasons = [counted(allowed_cores, kind)]
     if len(cpu.affinity) < len(cpu.cpus):
         reasons.append(f"affinity mask of {len(cpu.affinity)} of {len(cpu.cpus)} CPUs")
     threads = max(1, allowed_cores - reserve)
@@ -119,6 +121,10 @@ def cpus_apart(cpu: CpuInfo, threads: int) -> tuple[int, ...] | None:
 # Two counts whose rates differ by less are taken as equal: repeated measurements of one count on a
 # busy host differ by that much.
 SAME_RATE = 0.02
+# What a count has to be better by than the topology's. Beside other programs on both of two cores medians of
+# three short rounds of one and the same count lay up to 24% apart (2026-11-30), so that this alone would not
+# do: it has to win every round, too.
+CLEARLY = 0.10
 
 
 def thread_candidates(cpu: CpuInfo, *, beside_gpu: bool) -> tuple[int, ...]:
@@ -134,14 +140,28 @@ def thread_candidates(cpu: CpuInfo, *, beside_gpu: bool) -> tuple[int, ...]:
     return tuple(sorted(n for n in counts if 1 <= n <= min(most, logical))) or (1,)
 
 
-def best_threads(gbps: Mapping[int, float]) -> int:
-    """The count with the highest rate; of nearly equal ones the smallest, which leaves others room.
+def best_threads(rounds: Mapping[int, Sequence[float]], start: int) -> int:
+    """``start``, unless another count is clearly better: that one.
+
+    Noise must not decide what every later run starts with, so another count has to win each round (they
+    are measured in turns, and what disturbs one round disturbs all its counts) and by ``CLEARLY`` in the
+    median. Of several that do the highest median counts, of nearly equal ones the smallest count, which
+    leaves others room.
 
     Args:
-        gbps: threads -> rate. Beside a GPU: the CPU's and PCIe's together, measured at the same time.
+        rounds: threads -> one rate a round. Beside a GPU: the CPU's and PCIe's together, measured at the
+            same time.
+        start: the topology's count, one of ``rounds``.
     """
-    top = max(gbps.values())
-    return min(n for n, rate in gbps.items() if rate >= top * (1 - SAME_RATE))
+    middle = {n: median(rates) for n, rates in rounds.items()}
+
+    def better(n: int) -> bool:
+        always = all(own > its for own, its in zip(rounds[n], rounds[start], strict=True))
+        return always and middle[n] > middle[start] * (1 + CLEARLY)
+
+    winners = [n for n in rounds if n != start and better(n)]
+    top = max((middle[n] for n in winners), default=0.0)
+    return min((n for n in winners if middle[n] >= top * (1 - SAME_RATE)), default=start)
 
 
 def _with_siblings(cpu: CpuInfo, chosen: tuple[int, ...]) -> tuple[int, ...]:

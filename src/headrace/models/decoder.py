@@ -76,7 +76,9 @@ class DecoderLayer:
                     yield "expert", weight
 
     def __call__(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """x: float32 [T, D] -> float32 [T, D]."""
+        """x: float32 [T, D] -> float32 [T, D], x itself where the batch has pieces."""
+        if batch.pieces:
+            return self._in_pieces(x, batch, cache)
         if batch.decode and self._foresee is not None:
             self._foresee(x, batch.valid)
         block = self._attention_block
@@ -90,6 +92,30 @@ class DecoderLayer:
         if isinstance(self.feed_forward, Mixture):
             return self.feed_forward(normed, x, batch.valid)
         return self.feed_forward(normed, x)
+
+    def _in_pieces(self, x: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
+        """A long chunk, in place: all that is as long as the chunk is x and what a mixture needs."""
+        rows = _rows(batch.pieces)
+        for piece, some in zip(batch.pieces, rows):
+            own = x[some]
+            own.copy_(self._attention(self._attention_norm(own), own, piece, cache))
+        norm, feed_forward = self._feed_forward_norm, self.feed_forward
+        if isinstance(feed_forward, Mixture):
+            feed_forward.add_to(x, norm, rows)
+            return x
+        for some in rows:
+            x[some] = feed_forward(norm(x[some]), x[some])
+        return x
+
+
+def _rows(pieces: Sequence[AttentionBatch]) -> list[slice]:
+    """The rows of each piece in the whole batch."""
+    found: list[slice] = []
+    start = 0
+    for piece in pieces:
+        found.append(slice(start, start + piece.positions.shape[0]))
+        start = found[-1].stop
+    return found
 
 
 class Decoder:
@@ -163,7 +189,11 @@ class Decoder:
             x = x * self.spec.embed_scale
         for layer, cache in zip(self._layers, kv):
             x = layer(x, batch, cache)
-        return self._final_norm(x)
+        if not batch.pieces:
+            return self._final_norm(x)
+        for rows in _rows(batch.pieces):
+            x[rows] = self._final_norm(x[rows])
+        return x
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

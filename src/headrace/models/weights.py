@@ -13,6 +13,7 @@ from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.block_planes import PACKED_FORMATS
 from headrace.core.config import PACKED
 from headrace.core.errors import CheckpointError
+from headrace.core.words import counted
 from headrace.formats.base import FP8_BLOCK_ROWS, PackedTensor, dequantize
 from headrace.formats.planes import in_planes
 
@@ -117,7 +118,7 @@ class WeightSource:
         if left:
             raise CheckpointError(
                 f"{self._checkpoint.tensors[left[0]].source}: the model has no place for "
-                f"{left[0]!r} ({len(left)} such tensors)",
+                f"{left[0]!r} ({counted(len(left), 'such tensor')})",
                 hint="the configuration and the weights belong to different models",
             )
 
@@ -176,7 +177,7 @@ def split_rows(stacked: PackedTensor, *, interleaved: bool) -> tuple[PackedTenso
             if interleaved or half % 128:
                 raise CheckpointError(
                     f"fp8 blocks of 128 rows cross from gate to up in a joined tensor of "
-                    f"{stacked.rows} rows",
+                    f"{counted(stacked.rows, 'row')}",
                     hint="store gate and up apart",
                 )
             gate[name], up[name] = part[..., : half // 128, :], part[..., half // 128 :, :]

@@ -34,6 +34,10 @@ class Marks(Protocol):
         """One more point, behind all work that was launched so far."""
         ...
 
+    def stamps(self, count: int) -> torch.Tensor:
+        """Where the device notes when it passes the first ``count`` + 1 points: int64, nanoseconds."""
+        ...
+
     def seconds(self, count: int) -> list[float]:
         """Between the first ``count`` + 1 points, as last passed; waits for the device."""
         ...

@@ -114,6 +114,8 @@ class AttentionBatch:
     valid: bool [T], False for rows that pad a captured batch: their keys go to a block of nobody's,
         and no expert is computed for them. None: every row counts.
     open: where the rows of pages that are not full lie, for caches whose pages are sealed
+    pieces: of a long batch, its rows in parts whose keys are appended and attended one after the other, so
+        that what attention needs for each row is short-lived; empty: all rows at once
     """
 
     query_start: torch.Tensor
@@ -124,6 +126,7 @@ class AttentionBatch:
     decode: bool
     valid: torch.Tensor | None = None
     open: OpenBatch | None = None
+    pieces: tuple[AttentionBatch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,3 +199,10 @@ class ExpertWeights:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+# How a token is chosen, five numbers of a row: temperature (0: the largest logit, -1: not at all), min_p,
+# top_k (0: off), top_p, and the uniform number in [0, 1) that picks.
+Rule = tuple[float, float, float, float, float]
+GREEDY_RULE: Rule = (0.0, 0.0, 0.0, 1.0, 0.0)
+NO_RULE: Rule = (-1.0, 0.0, 0.0, 1.0, 0.0)

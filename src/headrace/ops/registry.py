@@ -38,6 +38,7 @@ OP_NAMES = (
     "attention_block",
     "dense_block",
     "route",
+    "sample",
 )
 
 

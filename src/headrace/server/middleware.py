@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.errors import UnauthorizedError
+from headrace.core.words import counted
 from headrace.server.errors import error_response, status_response
 
 OPEN_PATHS = ("/health",)  # probes of supervisors and load balancers carry no key
@@ -85,7 +86,7 @@ class BodyLimitMiddleware:
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = status_response(
             413,
-            f"the request body is larger than {self.max_nbytes} bytes"
+            f"the request body is larger than {counted(self.max_nbytes, 'byte')}"
             "\nhint: send less in one request",
             code="request_too_large",
             # What is left of the body is not read, so the connection cannot be used again.

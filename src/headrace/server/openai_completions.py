@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from headrace.core.errors import InternalError, RequestError
 from headrace.core.request import GenerationRequest, OutputDelta, TokenLogprob, Usage
 from headrace.core.status import EngineInfo
+from headrace.core.words import counted
 from headrace.server.frontend import TextFrontend
 from headrace.server.logprobs import CompletionLogprobs
 from headrace.server.params import (
@@ -125,7 +126,7 @@ def _prompts(
         listed = [cast("list[int]", given)]
     if not 0 < len(listed) <= MAX_PROMPTS:
         raise RequestError(
-            f"prompt holds {len(listed)} prompts, expected 1 to {MAX_PROMPTS}",
+            f"prompt holds {counted(len(listed), 'prompt')}, expected 1 to {MAX_PROMPTS}",
             hint="send at least one prompt, or several requests",
             param="prompt",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.core.errors import ContextLengthError, ModelNotFoundError, RequestError
 from headrace.core.request import SamplingParams
 from headrace.core.status import EngineInfo
+from headrace.core.words import counted
 from headrace.server.schema import SamplingFields
 from headrace.text.stop import validate_stops
 
@@ -76,8 +77,8 @@ def check_prompt(token_ids: list[int], info: EngineInfo, param: str) -> tuple[in
     ids = check_token_ids(param, token_ids, info.vocab)
     if len(ids) >= info.context:
         raise ContextLengthError(
-            f"This model's maximum context length is {info.context} tokens. However, the prompt has"
-            f" {len(ids)} tokens, and an answer needs at least one more.",
+            f"This model's maximum context length is {counted(info.context, 'token')}. However, the "
+            f"prompt has {counted(len(ids), 'token')}, and an answer needs at least one more.",
             hint="shorten the messages, or start the server with a larger --context",
             param=param,
         )

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from headrace.core.errors import CheckpointError, UnsupportedModelError
+from headrace.core.words import counted
 from headrace.text.pieces import (
     BYTE_LEVEL,
     SENTENCEPIECE,
@@ -79,7 +80,7 @@ class GgufVocabulary:
             raise CheckpointError(f"{key} holds {found} elements, {kind.__name__} is expected")
         if length is not None and len(array) != length:
             raise CheckpointError(
-                f"{key} has {len(array)} elements for the {length} of {_PREFIX}tokens"
+                f"{key} has {counted(len(array), 'element')} for the {length} of {_PREFIX}tokens"
             )
         return array
 

@@ -134,7 +134,7 @@ def test_b008_an_unknown_suffix_or_name_is_an_error(opened: Open, name: str) -> 
 def test_missing_tensors_are_named_as_the_file_names_them(opened: Open) -> None:
     file = tiny_llama(layers=2)
     file.tensors = [t for t in file.tensors if t.name != "blk.1.ffn_up.weight"]
-    with pytest.raises(CheckpointError, match=r"1 tensors are missing: blk\.1\.ffn_up\.weight"):
+    with pytest.raises(CheckpointError, match=r"1 tensor is missing: blk\.1\.ffn_up\.weight"):
         opened(file)
 
 

@@ -135,7 +135,7 @@ def test_missing_shards_and_tensors_are_named(tmp_path: Path) -> None:
     floats(tmp_path / "a.safetensors", w=[1])
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing: .* 1 tensors.*'v'"):
+    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing: .* 1 tensor.*'v'"):
         read_directory(tmp_path)
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"a\.safetensors has no tensor 'v'"):

@@ -167,7 +167,7 @@ def test_b024_repair_is_opt_in_reported_and_leaves_the_file(
     assert not block.any()
     (repair,) = tensors.repairs
     assert (repair.tensor, repair.block, repair.num_blocks) == ("layers.0.down", 11, 1)
-    assert "1 blocks with a NaN scale set to zero, the first is block 11" in caplog.text
+    assert "1 block with a NaN scale set to zero, the first is block 11" in caplog.text
     assert path.read_bytes() == before
     tensors["layers.0.down"]
     assert len(tensors.repairs) == 1  # scanned once

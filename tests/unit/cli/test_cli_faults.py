@@ -34,6 +34,61 @@ def test_ctrl_c_while_loading_ends_whatever_swallows_exceptions() -> None:
     assert done.stdout == ""
 
 
+INTERRUPTED_IMPORT = """
+import atexit, os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                sum(range(1000))
+            except KeyboardInterrupt:
+                if {swallowed}:
+                    raise ImportError("cannot import") from None
+                raise
+
+sys.meta_path.insert(0, Interrupt())
+if {module!r} == "atexit":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+sys.argv = ["headrace", "plan", "gpt-oss-20b", "--machine", "h200"]
+from headrace.cli.entry import main
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "swallowed"),
+    [
+        ("argparse", False),  # the first that the command line imports
+        ("headrace.cli.serve", False),  # the last
+        ("headrace.engine.plan", False),  # by the command itself
+        ("headrace.engine.plan", True),  # there, by an import that makes an error of its own of it
+        ("atexit", False),  # after the command
+    ],
+)
+def test_ctrl_c_at_any_time_is_130_and_silent(module: str, swallowed: bool) -> None:
+    code = INTERRUPTED_IMPORT.format(module=module, swallowed=swallowed)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 130
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are ignored by the shell that starts it")
+def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "sys.argv = ['headrace', 'plan', '--models']\n"
+        "from headrace.cli.entry import main\n"
+        "code = main()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "raise SystemExit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_a_pipe_by_a_models_name_is_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,10 @@ import pytest
 
 from headrace.cli import kernels
 from headrace.cli.main import main
+from headrace.machine.device import HostDevice
 from headrace.ops import lowering
+from headrace.ops.inventory import Entry, Inventory
+from headrace.ops.registry import BACKENDS, OP_NAMES, OPTIONAL, resolve, unavailable_reason
 from tests.fixtures.triton_interpreter import needs_triton
 
 
@@ -54,7 +57,9 @@ def test_a_stage_that_would_not_be_printed_is_refused(
 def test_kernels_are_listed_and_shown_at_each_stage():
     listed = headrace("list", "--json")
     assert listed.returncode == 0, listed.stderr
-    assert {"decode_nvfp4k_fp8v", "prefill_bf16", "seal_fp8"} <= set(json.loads(listed.stdout))
+    assert {"decode_nvfp4k_fp8v", "prefill_bf16", "seal_fp8"} <= set(
+        json.loads(listed.stdout)["kernels"]
+    )
     marks = {
         "ttir": "tt.func public @sealed_merge_kernel",
         "ttgir": "ttg.",
@@ -74,9 +79,12 @@ def test_kernels_are_listed_and_shown_at_each_stage():
 @needs_triton
 def test_an_interpreting_process_says_so(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    code = main(["kernels", "list"])
-    assert code == 3
+    assert main(["kernels", "show", "decode_bf16"]) == 3
     assert "TRITON_INTERPRET" in capsys.readouterr().err
+    assert main(["kernels", "list"]) == 0  # the operations are there all the same
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("`headrace kernels show` cannot compile here: ")
+    assert "TRITON_INTERPRET" in last
 
 
 @needs_triton
@@ -89,3 +97,37 @@ def test_a_kernel_of_one_architecture_says_so():
     shown = headrace("show", "prefill_tiles_bf16", "--stage", "ttir")
     assert shown.returncode == 2
     assert "ttgir" in shown.stderr
+
+
+def test_every_operation_is_listed_with_its_back_ends(capsys: pytest.CaptureFixture[str]):
+    """The registry's names, the experts' kernels and sampling, and why a back-end is not used."""
+    assert main(["kernels", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    entries = {entry["name"]: entry for entry in found["operations"]}
+    assert list(entries) == [*OP_NAMES, "expert_cache", "expert_service", "sampling"]
+    assert set(found["backends"]) == set(BACKENDS)
+    for name in set(OP_NAMES) - OPTIONAL:
+        assert {"cpu", "reference"} & set(entries[name]["backends"])
+        assert entries[name]["cpu"] in ("cpu", "reference")
+    serving = resolve(HostDevice.backends).describe()
+    assert {name: entries[name]["cpu"] for name in serving} == serving
+    for name, reason in found["backends"].items():
+        assert reason == unavailable_reason(name)
+
+
+def test_what_is_there_and_cannot_be_used_says_why():
+    entries = (
+        Entry("embed", ("triton", "reference"), "reference"),
+        Entry("route", ("triton",), None, None, "in one: linear, router_topk"),
+    )
+    reasons = {"triton": "no CUDA device", "reference": None}
+    assert kernels.lines(Inventory(entries, reasons)) == [
+        "OPERATION  triton  reference  ON THE CPU  ON THE GPU",
+        "embed      (yes)   yes        reference   -",
+        "route      (yes)   -          -           -           in one: linear, router_topk",
+        "",
+        "(yes): triton cannot be used here: no CUDA device",
+    ]
+    usable = kernels.lines(Inventory(entries, {"triton": None, "reference": None}))
+    assert usable[1].split() == ["embed", "yes", "yes", "reference", "-"]
+    assert "(yes)" not in "".join(usable)

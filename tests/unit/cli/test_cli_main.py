@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main as main_module
-from headrace.cli.main import main
+from headrace.cli.main import build_parser, main
 from headrace.core.errors import CheckpointError, DoesNotFitError
 
 SRC = Path(__file__).parents[3] / "src"
@@ -150,3 +151,51 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     assert child.wait() in (0, 141)
     assert b"Traceback" not in message
     assert b"BrokenPipe" not in message
+
+
+def _flags(parser: argparse.ArgumentParser, words: list[str]) -> dict[tuple[str, ...], str]:
+    """(command, flag) of every flag with a value -> how its parser treats a second one."""
+    found: dict[tuple[str, ...], str] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found |= _flags(inner, [*words, name])
+        elif action.option_strings and action.nargs != 0:
+            found[(*words, action.option_strings[-1])] = type(action).__name__
+    return found
+
+
+def test_every_flag_with_a_value_is_a_list_or_refuses_a_second_one() -> None:
+    flags = _flags(build_parser(), [])
+    assert len(flags) > 50
+    assert {flag for flag, kind in flags.items() if kind != "StoreOnce"} == {
+        *((c, "--stop") for c in ("run", "chat")),
+        *(("flops", c, "--set") for c in ("list", "show")),
+        *(("serve", flag) for flag in ("--model-name", "--cors-origin")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "gpt-oss-20b", "--machine", "h100", "--machine=h200"], "h100 and h200"),
+        (["run", "tiny", "-p", "one", "--prompt", "two"], "--prompt is given twice: one and two"),
+        (["run", "tiny", "--seed", "1", "--seed", "1"], "--seed is given twice: 1 and 1"),
+        (["bench", "machine", "--output", "a", "--output", "b"], "--output is given twice"),
+        (["flops", "list", "--bound", "pcie", "--bound", "hbm"], "--bound is given twice"),
+    ],
+)
+def test_a_flag_given_twice_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert "hint:" in told.err
+    assert told.out == ""
+
+
+def test_one_parser_reads_several_command_lines() -> None:
+    parser = build_parser()
+    for machine in ("h100", "h200"):
+        assert parser.parse_args(["plan", "x", "--machine", machine]).machine == machine

@@ -18,6 +18,7 @@ from headrace.checkpoint.kinds import kind_of
 from headrace.cli import plan_here
 from headrace.cli.main import main
 from headrace.cli.plan_here import complete, describe, part_of
+from headrace.cli.plan_rates import rates_text
 from headrace.core.config_library import bundled_model
 from headrace.engine.plan import make_plan
 from headrace.engine.plan_memory import Layout, Workload
@@ -373,7 +374,7 @@ def test_a_file_that_is_no_routing_is_called_by_its_flag(tmp_path, capsys):
 
 def test_an_empty_machine_is_not_this_one(capsys):
     assert main(["plan", "gpt-oss-20b", "--machine", ""]) == 2
-    assert "--machine: '' is not in the catalogue" in capsys.readouterr().err
+    assert "--machine: a part is missing" in capsys.readouterr().err
 
 
 def test_the_cache_format_that_is_known_to_hold(capsys):
@@ -384,3 +385,41 @@ def test_the_cache_format_that_is_known_to_hold(capsys):
     text = said(capsys, "gpt-oss-20b", *words)  # nobody has measured it
     assert "KV cache in bf16" in text
     assert "--kv-format auto is bf16" in text
+
+
+def test_rough_rates_of_this_machine_are_called_rough(monkeypatch, capsys, tmp_path):
+    """Where nothing is stored a plan says what it read, what it assumed, and how to measure."""
+    monkeypatch.setenv("HEADRACE_PROFILES", str(tmp_path))
+    probed = replace(machine_with("NVIDIA GeForce RTX 4090"), gpus=())
+    monkeypatch.setattr(plan_here, "probe_machine", lambda **_: probed)
+    monkeypatch.setattr("headrace.machine.dram_probe.dram_read_gbps", lambda _, passes: 60.0)
+    told = said(capsys, "qwen3-30b-a3b", "--machine", "this")
+    assert "rates       rough: host memory 60 GB/s by a quick read just now\n" in told
+    # 8 cores of 32 float32 operations at 3 GHz: 768 GFLOP/s
+    assert "assumed: CPU products 768 GFLOP/s (cores x 32 FLOPs x 3 GHz)" in told
+    assert "`headrace bench machine` measures this machine" in told
+    compared = said(capsys, "qwen3-30b-a3b", "--compare", "this,h200")
+    assert "rates of this: rough: host memory 60 GB/s" in compared
+    assert "rates of h200" not in compared
+    assert json.loads(said(capsys, "qwen3-30b-a3b", "--json"))["rates"][0].startswith("rough: ")
+
+
+def test_rates_of_a_chip_s_data_sheet_are_not_called_measured():
+    found = describe(machine_with("NVIDIA GeForce RTX 4090"), 60.0)
+    text = " ".join(rates_text(found))
+    assert "rough: host memory 60 GB/s by a quick read" in text
+    assert "data sheet's: GPU memory 1.01 TB/s" in text
+    assert "link 31.5 GB/s" in text
+
+
+def test_measured_and_estimated_rates_are_told_apart():
+    known = known_machine("rtx-5070-ti")
+    assert rates_text(known) == []
+    own = {"dram_read": Rate(54.2, "GB/s", "alone", "a plain read")}
+    profile = replace(known, origin="measured", measured_at="2026-11-29T08:00:00+00:00", rates=own)
+    (told,) = rates_text(complete(profile))
+    assert told.startswith(
+        "measured 2026-11-29 by `headrace bench machine`, but for GPU memory 896 GB/s"
+    )
+    (estimated,) = rates_text(known_machine("rubin-cpx"))
+    assert estimated.startswith("estimated, since nothing is published: GPU memory 2 TB/s (third")

@@ -176,13 +176,20 @@ def test_the_routing_of_a_run_can_be_planned_with(
     assert small.gpu is not None
     room = 750 * 10**6 + 8 * 10**6  # the reserve, and less than the model's 12 MB
     replace(small, gpu=replace(small.gpu, memory_nbytes=room)).save(box)
-    capsys.readouterr()
+    tokens = trace.ids.shape[1]
+    told = capsys.readouterr().err
+    assert f"the routing of {tokens} tokens is in {file}" in told
+    assert f"{tokens} tokens of routing say little" in told
     plan = ["plan", "tiny", "--machine", str(box), "--context", "64", "--routing", str(file)]
     assert main(plan) == 0
-    assert "of look-ups served" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"tok/s over {tokens - tokens // 4} tokens of the {tokens} recorded" in text
+    assert f"caution: {tokens} tokens of routing say little" in text
     assert main([*plan, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["replayed"]
-    assert found["num_steps"] == trace.ids.shape[1] - trace.ids.shape[1] // 4
+    assert found["num_steps"] == tokens - tokens // 4
+    assert found["recorded_tokens"] == tokens
+    assert "say little" in found["caution"]
     assert 0 <= found["hit_rate"] <= 1
     assert found["tokens_s"] > 0
 

@@ -1,12 +1,10 @@
 """Captured decoding on the host: fixed inputs, padded batches, greedy rows."""
 
-import numpy as np
 import pytest
-import torch
 
 from headrace.core.errors import DeviceLostError, EngineDeadError
 from headrace.core.step import ScheduledChunk
-from headrace.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, best_of
+from headrace.engine.decode_graphs import BATCH_SIZES, DecodeGraphs
 from headrace.engine.decode_inputs import DecodeInputs
 from headrace.kv.open_pages import OpenChunk
 from headrace.kv.storage import allocate_kv
@@ -154,13 +152,6 @@ def test_larger_batches_than_the_largest_capture_run_eagerly():
     alone = toy_engine(prefix_cache=False)
     for i in range(20):
         assert done[(f"r{i}", 0)].token_ids == answer(alone, [i, 3], max_tokens=4).token_ids
-
-
-def test_the_best_token_is_the_smallest_of_equals():
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, float("nan"), 9.0, 0.0]])
-    best = best_of(logits)
-    assert best[:, 0].tolist() == [2.0, 1.0]
-    assert np.isnan(float(best[0, 1]))
 
 
 def test_logits_that_are_not_finite_fail_their_request_only():

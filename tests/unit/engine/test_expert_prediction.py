@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.core.errors import MachineError
-from headrace.engine.expert_prediction import CachedExperts, expert_seconds
+from headrace.engine.expert_prediction import CachedExperts, expert_seconds, lateness
 from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S
 from tests.fixtures.running_models import machine
 
@@ -78,3 +78,20 @@ def test_a_link_twice_as_fast_shortens_the_step():
 def test_missing_rates_are_named():
     with pytest.raises(MachineError, match="kernel_one_slices"):
         expert_seconds(cached("gpu"), 1.0, machine())
+
+
+def test_layers_that_were_tried_scale_what_misses_take():
+    # 20 misses of 2 MB over PCIe: 20 us and 800 us; tried layers took 10 us (a call) and 902 us.
+    tried = {"experts_layers": (3 * 912e-6, "s"), "experts_missed": (40e6 / 912e-6 / 1e9, "GB/s")}
+    late = lateness(cached("stream"), machine(**RATES, **tried))
+    assert late == pytest.approx(902 / 820)
+    found = expert_seconds(cached("stream"), 0.5, machine(**RATES), late)
+    hits = 10 * 2 * MB / 2e12
+    assert found.gpu_s == pytest.approx(3 * (10e-6 + hits))
+    assert found.fetch_s == pytest.approx(3 * 902 / 820 * (20e-6 + 10 * 40e-6 - hits))
+
+
+def test_nothing_was_tried_or_nothing_waited():
+    assert lateness(cached("hybrid"), machine(**RATES)) == 1.0
+    at_once = {"experts_layers": (3 * 9e-6, "s"), "experts_missed": (1.0, "GB/s")}
+    assert lateness(cached("hybrid"), machine(**RATES, **at_once)) == 1.0

@@ -17,7 +17,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.explaining import Watch
 from headrace.engine.gpu_profiler import GpuStepProfiler
 from headrace.engine.parts import EngineParts
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.explain import leaf
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import HostDevice
@@ -25,13 +25,14 @@ from headrace.models.loader import load_model
 from headrace.ops.registry import BLOCKS, OpSet, resolve
 from headrace.text.tokenizer import load_tokenizer
 from tests.fixtures.host_marks import HostMarks
+from tests.fixtures.late_device import InOrder, LateDevice
 
 STEPS, CONTEXT, BLOCK_TOKENS = 10, 64, 16
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, graphs: bool):
+def watched(monkeypatch: pytest.MonkeyPatch, graphs: bool, device: HostDevice | None = None):
     """The embedded model, operation by operation, and its profiler."""
-    device, checkpoint = HostDevice(), open_checkpoint("tiny")
+    device, checkpoint = device or HostDevice(), open_checkpoint("tiny")
     chosen = resolve(("reference",)).chosen
     ops = OpSet({name: op for name, op in chosen.items() if name not in BLOCKS})
     decoder = load_model(checkpoint, ops, device, max_positions=CONTEXT)
@@ -46,19 +47,22 @@ def watched(monkeypatch: pytest.MonkeyPatch, graphs: bool):
     )
     limits = SchedulerConfig(blocks, BLOCK_TOKENS, CONTEXT, CONTEXT, 1, prefix_cache=False)
     tokenizer = load_tokenizer(checkpoint.text)
-    engine = Engine(EngineParts(decoder, kv, tokenizer, limits, info, device, captured))
+    served = InOrder(decoder, device) if isinstance(device, LateDevice) else decoder
+    engine = Engine(EngineParts(served, kv, tokenizer, limits, info, device, captured))
     profiler = GpuStepProfiler(decoder, "f32", BLOCK_TOKENS, HostMarks(), captured, device=device)
     monkeypatch.setattr("headrace.engine.engine.make_profiler", lambda _: profiler)
     return engine, profiler
 
 
-def run(engine) -> list[int]:
+def run(engine, most: list[int] | None = None) -> list[int]:
     sampling = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     engine.submit(GenerationRequest("one", (1, 2, 3), sampling))
     ids: list[int] = []
     while engine.has_work():
         for item in engine.step():
             ids += item.token_ids
+        if most is not None:
+            most.append(len(engine._flights))
     return ids
 
 
@@ -92,6 +96,43 @@ def test_one_replayed_step_is_marked_and_all_give_the_same_tokens(monkeypatch):
     assert sample is not None
     assert len(sample.slowed) == 1
     assert len(sample.stats) == STEPS - 1 - 2 - 1
+
+
+def test_watched_steps_run_ahead(monkeypatch):
+    """Marks come with their step, and the host's classes have what the device did not hide."""
+    monkeypatch.setattr(gpu_profiler, "BRACKETS", 4)
+    monkeypatch.setattr(gpu_profiler, "FIRST_BRACKET", 3)
+    engine, profiler = watched(monkeypatch, True, LateDevice())
+    plain = run(engine)
+    recordings = dict(engine.parts.graphs._graphs)
+    watch, flying = Watch(engine), list[int]()
+    watch.start()
+    assert run(engine, flying) == plain
+    assert flying == [0, *[1] * (STEPS - 2), 0]
+    decode = [one for one in watch.steps if one.stats.phase == "decode"]
+    assert [one.slowed for one in decode] == [i == gpu_profiler.FIRST for i in range(STEPS - 1)]
+    layers = profiler.model.spec.num_layers
+    marked: StepStats = decode[gpu_profiler.FIRST].stats
+    calls = {c.id: c.calls for c in marked.classes}
+    assert calls[leaf.QKV] == calls[leaf.ATTENTION_DECODE] == layers
+    assert calls[leaf.LM_HEAD] == calls[leaf.SAMPLING] == calls[leaf.EMBED] == 1
+    for one in decode:
+        seconds = {c.id: c.seconds for c in one.stats.classes}
+        assert seconds.keys() >= {leaf.SCHEDULE, leaf.DETOKENIZE, leaf.LAUNCHES}
+        assert sum(seconds.values()) <= one.stats.seconds
+    watch.stop()
+    assert engine.parts.graphs._graphs == recordings
+    assert run(engine) == plain
+
+
+def test_what_the_host_does_counts_as_far_as_the_device_waited():
+    """300 us of the host, 100 of them beyond the GPU's work: a third of each; and all of it, and 50 more."""
+    host = {"schedule": 100e-6, "decoder": 150e-6, "text": 50e-6}
+    found = GpuStepProfiler._exposed(host, 100e-6)
+    assert found == pytest.approx({"schedule": 1e-4 / 3, "decoder": 5e-5, "text": 5e-5 / 3})
+    assert GpuStepProfiler._exposed(host, 0.0) == dict.fromkeys(host, 0.0)
+    found = GpuStepProfiler._exposed(host, 350e-6)
+    assert found == pytest.approx({"schedule": 100e-6, "decoder": 200e-6, "text": 50e-6})
 
 
 def test_launched_steps_are_all_marked(monkeypatch):

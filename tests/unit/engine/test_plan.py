@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
-from headrace.engine.plan import SHORT_CHUNK, fetch_share, make_plan, with_rate
+from headrace.engine.plan import fetch_share, make_plan, with_rate
 from headrace.engine.plan_changes import alternatives, changes, faster_ways
 from headrace.engine.plan_hits import expected_hit_rate
 from headrace.engine.plan_memory import (
@@ -19,7 +19,6 @@ from headrace.engine.plan_memory import (
     workspace_nbytes,
 )
 from headrace.engine.resolve_gpu import DEFAULT_MAX_BATCH_TOKENS
-from headrace.experts.building import MAX_CPU_TOKENS
 from headrace.explain.engine_model import engine_model
 from headrace.explain.leaf import EXPERTS_CPU
 from headrace.machine.known import known_machine
@@ -218,10 +217,24 @@ def test_one_memory_has_no_link():
 
 def test_a_chunk_is_the_engines():
     assert CHUNK_TOKENS == DEFAULT_MAX_BATCH_TOKENS
-    assert SHORT_CHUNK == MAX_CPU_TOKENS
-    one = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=2048)).speed.ttft_s.expected
-    four = plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768, prompt=8192)).speed.ttft_s.expected
-    assert four == pytest.approx(4 * one, rel=0.05)  # the experts travel four times
+    assert plan("llama-3-8b", "rtx-4090").layout.chunk == CHUNK_TOKENS
+    one, long = (plan("gpt-oss-120b", "rtx-4090", Workload(32768, prompt=n)) for n in (2048, 8192))
+    assert long.layout.chunk == 16_384 + 2048
+    # What is not resident crosses a PCIe 4.0 x16, of which the engine gets 0.88, once in both: 2,048 tokens
+    # take no less than 8,192.
+    stream = 36 * 128 * (1 - long.layout.resident) * long.spec.expert_nbytes / (0.88 * 31.5e9)
+    for found in (one, long):
+        assert found.speed.ttft_s.expected == pytest.approx(stream, rel=0.1)
+    # A 5070 Ti behind a PCIe 5.0 computes 8,192 tokens no faster in one chunk than in two.
+    assert plan("gpt-oss-120b", "rtx-5070-ti", Workload(32768)).layout.chunk == 4096 + 512
+
+
+def test_a_prompt_of_two_chunks_has_equal_ones():
+    """10,000 tokens in chunks of up to 4,608: 3,334, 3,334 and 3,332."""
+    work = Workload(32768, prompt=10_000)
+    found = plan("gpt-oss-120b", "rtx-5070-ti", work)
+    third = plan("gpt-oss-120b", "rtx-5070-ti", replace(work, prompt=3334))
+    assert found.speed.ttft_s.expected == pytest.approx(3 * third.speed.ttft_s.expected, rel=0.05)
 
 
 def test_a_short_prompt_takes_both_paths():

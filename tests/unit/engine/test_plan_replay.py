@@ -10,6 +10,7 @@ import pytest
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
 from headrace.engine.plan import Plan, make_plan
+from headrace.engine.plan_caution import FEW_TOKENS, caution
 from headrace.engine.plan_memory import Workload
 from headrace.engine.plan_replay import MOST_TOKENS, replay_routing
 from headrace.machine.known import known_machine
@@ -90,3 +91,15 @@ def test_other_routings_and_plans_without_a_cache_are_refused():
         replay_routing(plan("h200"), ids, EXPERTS)
     with pytest.raises(ConfigError, match="one sequence"):
         replay_routing(plan("rtx-4060-laptop", 4), ids, EXPERTS)
+
+
+def test_few_tokens_are_a_caution_and_many_are_none():
+    assert caution(FEW_TOKENS) is None
+    assert (caution(FEW_TOKENS - 1) or "").startswith("127 tokens of routing say little")
+    assert (caution(1) or "").startswith("1 token of routing says little")
+
+
+def test_progress_is_told_at_each_token():
+    told: list[float] = []
+    replay_routing(plan(), [[[0, 1, 2, 3]] * 4] * LAYERS, EXPERTS, progress=told.append)
+    assert told == [0.25, 0.5, 0.75, 1.0]

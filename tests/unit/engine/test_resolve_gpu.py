@@ -8,6 +8,7 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from headrace.engine.expert_rates import StartingRates
 from headrace.engine.kv_choice import KVSupport
 from headrace.engine.resolve import GpuSupport, resolve
 from headrace.engine.vram_plan import (
@@ -15,10 +16,13 @@ from headrace.engine.vram_plan import (
     VramPlan,
     dense_nbytes,
     gpu_workspace_nbytes,
+    long_chunk_nbytes,
+    streamed_nbytes,
 )
 from headrace.experts.slab import slab_layout
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
+from headrace.machine.profile import Rate
 
 GB, GIB = 10**9, 2**30
 READY = GpuSupport(None, frozenset({"mxfp4", "bf16"}))
@@ -343,3 +347,67 @@ def test_the_past_that_prefill_lays_out_is_counted(context: int, laid_out: int) 
     )
     # Everything else grows alike from one row to the next.
     assert enough - few - (few - fewer) == pytest.approx(laid_out, abs=2)
+
+
+def _rates(**values):
+    return replace(
+        READY, known=StartingRates({k: Rate(v, "", "alone", "") for k, v in values.items()})
+    )
+
+
+def test_chunks_are_as_long_as_streaming_makes_worth_it():
+    """36 x 128 experts of 13.3 MB over 50 GB/s: a second and more for each chunk, whatever its length."""
+    known = _rates(
+        pcie_h2d=50.0, dram_read=130.0, hbm_read=4500.0, gpu_flops_bf16=780e3, gpu_flops_f32=51e3
+    )
+    made = choose(gpt_oss(), machine(16 * GIB), known, context=32_768)
+    assert made.max_batch_tokens == 16_384 + 2048
+    assert made.chunks is not None
+    assert made.chunks.beside == made.max_batch_tokens  # PCIe binds: who decodes waits no longer
+    # One piece of 128 tokens on both paths takes less than a stream, two take more.
+    assert 128 <= made.chunks.tail < 256
+    (choice,) = [c for c in made.choices if c.name == "max_batch_tokens"]
+    assert choice.value == "18432"
+    assert "GiB of workspace" in choice.reason
+    short = choose(gpt_oss(), machine(16 * GIB), known, context=32_768, max_batch_tokens=2048)
+    assert short.chunks is None
+    assert short.max_batch_tokens == 2048
+    # The state of all rows, float32; beside it 2,048 rows in attention, 111,616 bytes each (4 x 2,880 and 2 x
+    # 5,120 numbers of 4 bytes, 4,096 of 6), which are more than a mixture's 11,680 of all rows.
+    long, piece = 18_432 * 11_520 + 2048 * 111_616, 2048 * 111_616
+    assert 2048 * 111_616 > 18_432 * 11_680
+    grown = made.vram.workspace_nbytes - short.vram.workspace_nbytes
+    assert grown == pytest.approx(1.4 * (long - piece), abs=2)
+    assert made.vram.total_nbytes <= made.vram.budget_nbytes
+    assert choose(gpt_oss(), machine(16 * GIB), known, context=4096).max_batch_tokens == 4096
+
+
+def test_chunks_stay_short_where_the_gpu_or_nobody_binds():
+    slow = _rates(pcie_h2d=50.0, dram_read=130.0, gpu_flops_bf16=5e3)
+    assert choose(gpt_oss(), machine(16 * GIB), slow).max_batch_tokens == 2048 + 256
+    for found in (
+        choose(gpt_oss(), machine(16 * GIB)),  # no rates are known
+        choose(gpt_oss(), machine(), slow),  # all experts fit
+        choose(smollm2(), machine(), slow),
+        choose(gpt_oss(), machine(16 * GIB), slow, experts="cpu"),
+    ):
+        assert (found.max_batch_tokens, found.chunks) == (2048, None)
+
+
+def test_what_a_long_chunk_keeps_by_hand():
+    """Of 8,192 rows of 2,880: float32; then bfloat16 beside 2,880 activations and 4 pairs of 40 bytes."""
+    rows, mixture = long_chunk_nbytes(gpt_oss(), 8192)
+    assert rows == 94_371_840
+    assert mixture == 8192 * (5760 + 5760 + 160)
+    assert long_chunk_nbytes(smollm2(), 8192) == (8192 * 576 * 4, 0)
+    # Of 2,048 rows of a mixture: 18 x 2,880 bytes; 8,192 pairs' activations (2 bytes); outputs, as float32 of
+    # 33 pairs for each of 128 experts.
+    assert streamed_nbytes(replace(gpt_oss(), num_heads=8), 2048) == (
+        2048 * 18 * 2880 + 2 * 2880 * 8192 + 4 * 2880 * 33 * 128
+    )
+    # The H200 allocated 203, 189, 235 and 392 MB (benchmarks.residency.chunks).
+    for tokens, measured in ((2048, 203e6), (4096, 189e6), (8192, 235e6), (16_384, 392e6)):
+        assert measured < 1.05 * streamed_nbytes(gpt_oss(), tokens) < 1.6 * measured
+    base = {"context": 4096, "max_num_seqs": 1}
+    one, two = (gpu_workspace_nbytes(smollm2(), max_batch_tokens=n, **base) for n in (2048, 8192))
+    assert two - one == 8192 * 576 * 4

@@ -14,6 +14,7 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.kv_accuracy import MEASURED, KVAccuracy, smallest_that_holds
 from headrace.core.kv_formats import FORMATS
+from headrace.core.request import FinishReason
 from headrace.engine.calibration import calibrate
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
@@ -22,7 +23,8 @@ from headrace.kv.directions import data_dir, load_directions
 from headrace.kv.open_pages import OpenPages
 from headrace.models.calibration import calibration_text
 from tests.fixtures.cpu_cases import no_tiles  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from tests.fixtures.toy_engine import drain, make_request
+from tests.fixtures.late_device import InOrder, LateDevice
+from tests.fixtures.toy_engine import Collected, drain, make_request
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def captured(parts):
     graphs.capture()
     ran = []
     work = graphs.run
-    graphs.run = lambda chunks, opened: ran.append(len(chunks)) or work(chunks, opened)
+    graphs.run = lambda chunks, *rest: ran.append(len(chunks)) or work(chunks, *rest)
     return Engine(replace(parts, scheduler=scheduler, graphs=graphs)), ran
 
 
@@ -110,6 +112,49 @@ def test_captured_steps_seal_pages_by_their_data(load, kv_format):
         if "kv_tokens" in more:
             assert seen.preemptions_total > 0
         engine._runner._open.check(max_blocks=0)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "nvfp4k-fp8v"])
+def test_pages_are_sealed_by_steps_that_run_ahead(load, kv_format):
+    """A step behind one that fills a page opens the next; rows behind an end write to nobody's."""
+    given = {"context": 256, "block_tokens": 32, "max_num_seqs": 4, "max_batch_tokens": 64}
+    requests = [
+        make_request(
+            f"r{i}",
+            p,
+            max_tokens=50,
+            stop_token_ids=range(i, 4000, 40),
+            ignore_eos=True,
+            n=1 + i % 2,
+        )
+        for i, p in enumerate(prompts())
+    ]
+    found = []
+    for late in (False, True):
+        config = EngineConfig(
+            model="tiny", device="cpu", kv_format=kv_format, threads=1, kv_tokens=320, **given
+        )
+        engine, flying = Engine(load_parts(config)), 0
+        if late:
+            device = LateDevice(5)
+            parts = load_parts(config)
+            parts = replace(parts, device=device, decoder=InOrder(parts.decoder, device))
+            engine, _ = captured(parts)
+            del engine.parts.graphs.run  # as it was
+        for request in requests:
+            engine.submit(request)
+        done = Collected()
+        while engine.has_work():
+            done.take(engine.step())
+            engine._scheduler.check()
+            engine._runner._open.check(max_blocks=4)
+            flying += len(engine._flights)
+        assert not done.failed
+        assert engine.snapshot().kv_blocks_used == 0
+        assert (flying > 20) == late
+        found.append({key: (a.token_ids, a.finish_reason) for key, a in done.items()})
+    assert found[0] == found[1]
+    assert any(reason is FinishReason.STOP for _, reason in found[0].values())
 
 
 def next_tokens(engine):

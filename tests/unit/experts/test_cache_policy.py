@@ -13,6 +13,7 @@ from headrace.experts.cache_policy import (
     top_units,
     value_constants,
 )
+from headrace.experts.fast_policy import FastValuePolicy
 
 
 def fill(policy: LruPolicy | ValuePolicy, *visits: tuple[int, ...]) -> None:
@@ -119,12 +120,15 @@ def test_no_slots() -> None:
         CacheShape(0, 4, 1)
 
 
+@pytest.mark.parametrize("made", [ValuePolicy, FastValuePolicy])
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_the_value_policy_equals_a_naive_float32_model(num_slices: int) -> None:
+def test_the_value_policy_equals_a_naive_float32_model(
+    num_slices: int, made: type[ValuePolicy | FastValuePolicy]
+) -> None:
     """Every decision of 300 random steps, against whole-array float32 arithmetic of NumPy."""
     layers, experts, slots = 5, 12, 17
     rng = np.random.default_rng(7)
-    policy = ValuePolicy(CacheShape(layers, experts, slots, num_slices))
+    policy = made(CacheShape(layers, experts, slots, num_slices))
     constants = value_constants(layers, num_slices)
     decay, floor, turn = (np.float32(v) for v in (constants.decay, constants.floor, constants.turn))
     counters = np.zeros((3, layers * experts), np.float32)

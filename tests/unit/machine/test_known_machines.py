@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from headrace.core.errors import ConfigError
@@ -54,7 +56,7 @@ def test_h200_by_its_data_sheet():
     ("name", "message"),
     [
         ("rtx-5070ti", "did you mean rtx-5070-ti"),
-        ("rtx-4090+h200", "both a gpu"),
+        ("rtx-4090+h200", "both a GPU"),
         ("pcie4x16", "neither a GPU nor a host"),
         ("rtx-4090+ram=lots", "not a size"),
     ],
@@ -91,3 +93,30 @@ def test_a_shared_memory_has_one_size():
     assert machine.gpu is not None
     assert machine.gpu.memory_nbytes == machine.host.memory_nbytes == 36 * 2**30
     assert known_machine("apple-m4-max+apple-m4-max-memory+unified").gpu is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rtx-4090+vram=24GiB", "vram= is no property of a machine: only ram="),
+        ("rtx-4090+DRAM=64GiB", "DRAM= is no property"),
+        ("rtx-4090,pcie4x16", "'rtx-4090,pcie4x16' .* parts are joined by \\+"),
+        ("rtx-4090 pcie4x16", "parts are joined by \\+"),
+        ("rtx-4090+", "a part is missing"),
+        ("", "a part is missing"),
+        ("this+ram=64GiB", "'this' stands alone"),
+        ("rtx-4090+rtx-5090", "are both a GPU"),
+        ("pcie4x16", "neither a GPU nor a host"),
+        ("rtx-5070ti", "did you mean rtx-5070-ti"),
+    ],
+)
+def test_a_mistyped_machine_is_told_how_machines_are_put_together(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        known_machine(name)
+    hint = caught.value.hint or ""
+    assert "GPU+LINK+HOST+ram=SIZE" in hint
+    example = re.search(r"rtx\S+\+ram=\w+", hint)
+    assert example is not None
+    assert (
+        known_machine(example[0]).host.memory_nbytes == 192 * 2**30
+    )  # what the hint shows is right

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.model_spec import LayerSpec, RopeSpec
+from headrace.core.words import counted
 
 # Keys of config.json that say nothing about what inference computes.
 METADATA_KEYS = frozenset(
@@ -317,7 +318,7 @@ def read_windows(
     kinds = reader.strings("layer_types") or default or ("full_attention",) * num_layers
     if len(kinds) != num_layers:
         raise ConfigError(
-            f"{reader.where}: layer_types has {len(kinds)} entries, "
+            f"{reader.where}: layer_types has {counted(len(kinds), 'entry', 'entries')}, "
             f"num_hidden_layers = {num_layers}",
             hint="give one entry for each layer",
         )

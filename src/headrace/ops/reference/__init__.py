@@ -1,6 +1,6 @@
 """Every operation in plain, readable PyTorch: the oracle of the parity tests, and the fallback."""
 
-from headrace.ops.reference import attention, attention_lowbit, block, dense, mixture
+from headrace.ops.reference import attention, attention_lowbit, block, dense, mixture, sampling
 from headrace.ops.registry import Op
 
 # Largest |difference| / largest |value| to a float64 oracle: sums of up to a few thousand float32
@@ -23,6 +23,7 @@ OPS: tuple[Op, ...] = (
     Op("sealed_attention_decode", "reference", attention_lowbit.sealed_attention, _SUM),
     Op("router_topk", "reference", mixture.router_topk, _ELEMENT),
     Op("moe", "reference", mixture.moe, _SUM),
+    Op("sample", "reference", sampling.sample, 0.0),
     Op("attention_block", "reference", block.attention_block, 3 * _SUM, times_parts=True),
     Op("dense_block", "reference", block.dense_block, 3 * _SUM, times_parts=True),
 )

@@ -9,7 +9,7 @@ by a kernel, since small copies would queue behind the ring's large ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,10 @@ _MOST_LANES = 8  # programs that share an expert's tokens
 # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
 _SPINS = 5_000_000
 
+# Rows of a long chunk that are normalised at a time.
+LONG_PIECE = 1024
+# Rows of x, float32 [n, hidden].
+Rows = Callable[[slice], torch.Tensor]
 # Rows of weights, tokens, columns at once (of MXFP4 bytes), warps, stages.
 Tile = tuple[int, int, int, int, int]
 
@@ -94,6 +98,7 @@ class _Layer:
     x: torch.Tensor
     h: torch.Tensor
     y: torch.Tensor  # float32 where that is small: an expert's slices may come in several launches
+    alone: bool  # y is the sum, to which one expert after the other is added
     gate_up: Tile
     down: Tile
     lanes: int
@@ -136,11 +141,28 @@ class GroupedChunk:
         self._dest = torch.full((self._keys,), NOWHERE, dtype=torch.int32, device=device)
         self._experts = torch.arange(plan.num_experts + 1, dtype=torch.int32, device=device)
         self.launches: list[torch.Tensor] = []
+        self._alone: list[list[torch.Tensor]] = []  # of each launch, an expert's entries
         self._keeps: list[bool] = []
         self._at: _Layer | None = None
 
     def begin(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Sort the chunk's pairs by expert and token."""
+        self._begin(layer, lambda rows: x[rows], ids, weights, None)
+
+    def begin_into(
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See ``experts.chunk.ChunkCompute``: no memory for each pair but some for each token."""
+        self._begin(layer, x, ids, weights, out)
+
+    def _begin(
+        self,
+        layer: int,
+        x: Rows,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> None:
         g, plan = self._geometry, self._state.geometry
         tokens, top_k = ids.shape
         keys, merged = torch.empty_like(ids), torch.empty_like(weights)
@@ -151,18 +173,26 @@ class GroupedChunk:
         ordered, order = keys.view(-1).sort(stable=True)
         bounds = torch.searchsorted(ordered, self._experts, out_int32=True)
         own = _has_own(self._layers[layer])
-        rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        prepare_rows[(tokens, triton.cdiv(g.hidden, _COLS))](
-            x.contiguous(), rounded, g.hidden, own and self._layers[layer].format == "mxfp4", _COLS,
-            num_warps=4,
-        )  # fmt: skip
+        rounded = torch.empty(tokens, g.hidden, dtype=torch.bfloat16, device=ids.device)
+        step = tokens if out is None else LONG_PIECE
+        for start in range(0, tokens, step):
+            some = x(slice(start, start + step)).contiguous()
+            prepare_rows[(some.shape[0], triton.cdiv(g.hidden, _COLS))](
+                some, rounded[start:], g.hidden, own and self._layers[layer].format == "mxfp4",
+                _COLS, num_warps=4,
+            )  # fmt: skip
         mean = tokens * top_k // plan.num_experts
         tuning = self.tuning if own else self._blocks
         gate_up, down = tuning.tiles(mean)
+        if out is None:
+            dtype = torch.float32 if gate_up == tuning.few[0] else torch.bfloat16
+            y = rounded.new_zeros(tokens * top_k, g.hidden, dtype=dtype)
+        else:
+            y = out
         self._at = _Layer(
             layer, tokens, bounds, order, merged, rounded,
-            rounded.new_empty(tokens * top_k, g.num_slices * g.width),
-            (x if gate_up == tuning.few[0] else rounded).new_zeros(tokens * top_k, g.hidden),
+            # An expert alone has a pair of each token at most.
+            rounded.new_empty(y.shape[0], g.num_slices * g.width), y, out is not None,
             gate_up, down, min(_MOST_LANES, max(1, 2 * mean // gate_up[1])), own,
         )  # fmt: skip
 
@@ -180,6 +210,12 @@ class GroupedChunk:
             )
         starts = [0, *ends[:-1]]
         self.launches = [self._work[a:b] for a, b in zip(starts, ends)]
+        if at.alone:
+            firsts: list[int] = np.flatnonzero(staged[:count, 3]).tolist()
+            parts = [*zip(firsts, [*firsts[1:], count])]
+            self._alone = [
+                [self._work[c:d] for c, d in parts if a <= c < b] for a, b in zip(starts, ends)
+            ]
         self._keeps = [bool((work[a:b, 2] != NOWHERE).any()) for a, b in zip(starts, ends)]
         if (work[:, 2] == ASK_DEVICE).any():
             self._choose(self._work[:count])
@@ -198,8 +234,9 @@ class GroupedChunk:
         work = self.launches[number]
         if not len(work):
             return
-        self.gate_up(work)
-        self.down(work)
+        for part in self._alone[number] if self._now.alone else (work,):
+            self.gate_up(part)
+            self.down(part)
         if self._keeps[number]:
             keep_slices[(len(work), _KEEP_PROGRAMS)](
                 self._arena, work, self._dest, self._geometry.slice_nbytes, _WORDS, num_warps=4
@@ -215,13 +252,13 @@ class GroupedChunk:
         grid = (len(work) * triton.cdiv(g.width, rows), at.lanes)
         if at.own:
             grouped_gate_up[grid](
-                *lists, g.format == "mxfp4", g.slice_nbytes, *g.gate_up, *self._sizes, *gate, rows,
-                tokens, cols, num_warps=warps, num_stages=stages,
+                *lists, g.format == "mxfp4", g.slice_nbytes, *g.gate_up, *self._sizes, *gate,
+                at.alone, rows, tokens, cols, num_warps=warps, num_stages=stages,
             )  # fmt: skip
         else:
             block_grouped_gate_up[grid](
-                *lists, *_parts(g, 0), *self._sizes, *gate, rows, tokens, cols, num_warps=warps,
-                num_stages=stages,
+                *lists, *_parts(g, 0), *self._sizes, *gate, at.alone, rows, tokens, cols,
+                num_warps=warps, num_stages=stages,
             )  # fmt: skip
 
     def down(self, work: torch.Tensor) -> None:
@@ -229,17 +266,18 @@ class GroupedChunk:
         at = self._now
         g = self._layers[at.number]
         rows, tokens, cols, warps, stages = at.down
-        lists = (self._arena, work, at.bounds, at.order, at.h, at.y)
+        top_k = at.order.numel() // at.tokens
+        lists = (self._arena, work, at.bounds, at.order, at.h, at.y, at.weights, top_k)
         grid = (len(work) * triton.cdiv(g.hidden, rows), at.lanes)
         if at.own:
             grouped_down[grid](
-                *lists, g.format == "mxfp4", g.slice_nbytes, *g.down, *self._sizes, rows, tokens,
-                cols, num_warps=warps, num_stages=stages,
+                *lists, g.format == "mxfp4", g.slice_nbytes, *g.down, *self._sizes, at.alone, rows,
+                tokens, cols, num_warps=warps, num_stages=stages,
             )  # fmt: skip
         else:
             block_grouped_down[grid](
-                *lists, *_parts(g, 1), *self._sizes, rows, tokens, cols, num_warps=warps,
-                num_stages=stages,
+                *lists, *_parts(g, 1), *self._sizes, at.alone, rows, tokens, cols,
+                num_warps=warps, num_stages=stages,
             )  # fmt: skip
 
     def finish(self) -> torch.Tensor:
@@ -251,6 +289,8 @@ class GroupedChunk:
                 self._work, count, self._dest, self._state.slot_of, self._state.owner_of,
                 at.number * self._keys, _TABLE_ENTRIES, num_warps=4,
             )  # fmt: skip
+        if at.alone:
+            return at.y
         out = torch.empty(at.tokens, g.hidden, device=self._arena.device)
         grouped_sum[(at.tokens, triton.cdiv(g.hidden, _COLS))](
             at.y, at.weights, out, at.order.numel() // at.tokens, g.hidden, _COLS, num_warps=4

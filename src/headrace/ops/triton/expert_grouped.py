@@ -10,6 +10,9 @@ the slices of an expert follow each other and are added up in registers. So no t
 all sums run in a fixed order. (Adding to the token's row instead saves these rows, but then an output's
 programs must take all experts in turn: 47 TFLOP/s at best on an H200, where gate and up reach 200.)
 
+Long chunks have no room for these rows. There a launch has one expert (ALONE), which no token chose twice:
+outputs times weights are added to the tokens' rows, and activations lie from the expert's first pair on.
+
 MXFP4: two codes share a byte, so x and h hold the even columns of a row (for h: of a slice) before the
 odd ones, and low and high codes are two products. A code's bits, moved into a float32's exponent and
 mantissa, are its value times 2^-126; with the scale folded in weights are 2^-64 times their value,
@@ -92,19 +95,28 @@ def columns_of(x, at, there, END: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def inner_row(pair, begin, ALONE: tl.constexpr):
+    """Where a pair's activations lie in h. begin: the expert's first pair."""
+    if ALONE:
+        return (pair - begin).to(tl.int64)
+    return pair.to(tl.int64)
+
+
+@triton.jit
 def grouped_gate_up(
     arena, work, bounds, order, x, h, top_k,
     PACKED: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr, S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
+    LIMIT: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice's columns] = act(gate x, up x).
 
     arena: uint8; work: int32 [n, 4]; bounds: int32 [E + 1], first pairs of the experts; order: int64
     [pairs], places in [T, top_k] by expert and token; x: bfloat16 [T, HIDDEN]; h: bfloat16 [pairs,
-    S * WIDTH]. Grid: n * ceil(WIDTH / ROWS), and how many programs share the tokens. COLS: columns at
-    once, for MXFP4 bytes.
+    S * WIDTH], where ALONE [most pairs of an expert, S * WIDTH]. Grid: n * ceil(WIDTH / ROWS), and how many
+    programs share the tokens. COLS: columns at once, for MXFP4 bytes.
     """
     num_tiles: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     entry = work + (tl.program_id(0) // num_tiles) * ENTRY
@@ -140,7 +152,7 @@ def grouped_gate_up(
                 gate = _plain_dot(gate, base, AT_CODES, 2 * i, ok, at, value, HIDDEN, COLS)
                 up = _plain_dot(up, base, AT_CODES, 2 * i + 1, ok, at, value, HIDDEN, COLS)
         column = (i % 2) * (WIDTH // 2) + i // 2 if PACKED else i
-        inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
+        inner = h + inner_row(pair, begin, ALONE) * (S * WIDTH) + piece * WIDTH
         store_activations(
             gate, up, base, i, ok, there, inner, column, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
         )
@@ -165,15 +177,16 @@ def store_activations(
 
 @triton.jit
 def grouped_down(
-    arena, work, bounds, order, h, y,
+    arena, work, bounds, order, h, y, weights, top_k,
     PACKED: tl.constexpr, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLS: tl.constexpr,
+    WIDTH: tl.constexpr, S: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """y[place] += down h + bias, over the entries of an expert.
+    """y[place] += down h + bias, over the entries of an expert; ALONE: y[token] += weight (down h + bias).
 
-    y: bfloat16 or float32 [T * top_k, HIDDEN]. Grid: as ``grouped_gate_up``, with ceil(HIDDEN / ROWS).
+    y: bfloat16 or float32 [T * top_k, HIDDEN], ALONE float32 [T, HIDDEN]; weights: float32 [T, top_k].
+    Grid: as ``grouped_gate_up``, with ceil(HIDDEN / ROWS).
     """
     num_tiles: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     entry = work + (tl.program_id(0) // num_tiles) * ENTRY
@@ -190,7 +203,7 @@ def grouped_down(
         for number in range(0, count):
             base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
             piece = tl.load(entry + number * ENTRY + 1) % S
-            inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
+            inner = h + inner_row(pair, begin, ALONE) * (S * WIDTH) + piece * WIDTH
             if PACKED:
                 half: tl.constexpr = WIDTH // 2
                 for at in range(0, half, COLS):
@@ -207,23 +220,28 @@ def grouped_down(
         if PACKED:
             acc *= UNSCALE
         store_outputs(
-            acc, arena, entry, count, order, y, pair, there, row, ok, SLICE_NBYTES, AT_BIAS,
-            HAS_BIAS, HIDDEN,
+            acc, arena, entry, count, order, y, weights, top_k, pair, there, row, ok, SLICE_NBYTES,
+            AT_BIAS, HAS_BIAS, HIDDEN, ALONE,
         )  # fmt: skip
 
 
 @triton.jit
 def store_outputs(
-    acc, arena, entry, count, order, y, pair, there, row, ok, SLICE_NBYTES: tl.constexpr,
-    AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
+    acc, arena, entry, count, order, y, weights, top_k, pair, there, row, ok,
+    SLICE_NBYTES: tl.constexpr, AT_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HIDDEN: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Add rows of an expert's outputs, with the biases of its ``count`` slices, to its pairs'."""
+    """Add rows of an expert's outputs, with the biases of its ``count`` slices, to its pairs' (ALONE:
+    weighted to its tokens')."""
     if HAS_BIAS:
         for number in range(0, count):
             base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
             bias = (base + AT_BIAS).to(tl.pointer_type(tl.float32))
             acc += tl.load(bias + row, mask=ok, other=0.0)[:, None]
     place = tl.load(order + pair, mask=there, other=0)
+    if ALONE:
+        acc *= tl.load(weights + place, mask=there, other=0.0)[None, :]
+        place = place // top_k
     target = y + place[None, :] * HIDDEN + row[:, None]
     mask = ok[:, None] & there[None, :]
     acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.expert_blocks import scaled_tile
-from headrace.ops.triton.expert_grouped import ENTRY, columns_of, store_activations, store_outputs
+from headrace.ops.triton.expert_grouped import (
+    ENTRY,
+    columns_of,
+    inner_row,
+    store_activations,
+    store_outputs,
+)
 
 
 @triton.jit
@@ -40,7 +46,7 @@ def block_grouped_gate_up(
     CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr,
     FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
     S: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
+    ALONE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """h[pair, slice's columns] = act(gate x, up x); arguments and grid as of ``grouped_gate_up``."""
     num_tiles: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
@@ -68,7 +74,7 @@ def block_grouped_gate_up(
                 up, base, 2 * i + 1, ok, at, value, AT_CODES, AT_SCALES, AT_FACTORS, CODE_STRIDE,
                 SCALE_STRIDE, FORMAT, True, FACTORS, HIDDEN, ROWS, COLS,
             )  # fmt: skip
-        inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
+        inner = h + inner_row(pair, begin, ALONE) * (S * WIDTH) + piece * WIDTH
         store_activations(
             gate, up, base, i, ok, there, inner, i, AT_BIAS, HAS_BIAS, CLAMPED, ALPHA, LIMIT
         )
@@ -76,11 +82,13 @@ def block_grouped_gate_up(
 
 @triton.jit
 def block_grouped_down(
-    arena, work, bounds, order, h, y, SLICE_NBYTES: tl.constexpr, AT_CODES: tl.constexpr,
+    arena, work, bounds, order, h, y, weights, top_k, SLICE_NBYTES: tl.constexpr,
+    AT_CODES: tl.constexpr,
     AT_SCALES: tl.constexpr, AT_FACTORS: tl.constexpr, AT_BIAS: tl.constexpr,
     CODE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr,
     FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    S: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
+    S: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """y[place] += down h + bias, over the entries of an expert; as ``grouped_down``."""
     num_tiles: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
@@ -98,7 +106,7 @@ def block_grouped_down(
         for number in range(0, count):
             base = arena + tl.load(entry + number * ENTRY).to(tl.int64) * SLICE_NBYTES
             piece = tl.load(entry + number * ENTRY + 1) % S
-            inner = h + pair.to(tl.int64) * (S * WIDTH) + piece * WIDTH
+            inner = h + inner_row(pair, begin, ALONE) * (S * WIDTH) + piece * WIDTH
             for at in range(0, WIDTH, COLS):
                 value = columns_of(inner, at, there, WIDTH, COLS)
                 acc = _tile_dot(
@@ -107,6 +115,6 @@ def block_grouped_down(
                 )  # fmt: skip
             tl.debug_barrier()  # the next slice's loads overwrite what other warps still read
         store_outputs(
-            acc, arena, entry, count, order, y, pair, there, row, ok, SLICE_NBYTES, AT_BIAS,
-            HAS_BIAS, HIDDEN,
+            acc, arena, entry, count, order, y, weights, top_k, pair, there, row, ok, SLICE_NBYTES,
+            AT_BIAS, HAS_BIAS, HIDDEN, ALONE,
         )  # fmt: skip

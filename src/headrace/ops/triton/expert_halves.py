@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.ops.triton.expert_plan import STATE_NOW, fence_system
 from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, power_of_two, store_partial
 from headrace.ops.triton.overlap import wait, wait_and_release
 
@@ -287,10 +288,12 @@ def halves_down(
 
 @triton.jit
 def expert_prepare(
-    x, halves, block, AT_X: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
-    MXFP4: tl.constexpr, HAS_CPU: tl.constexpr, PDL: tl.constexpr,
+    x, halves, block, state, layer, AT_X: tl.constexpr, AT_READY: tl.constexpr, L: tl.constexpr,
+    HIDDEN: tl.constexpr, COLS: tl.constexpr, MXFP4: tl.constexpr, HAS_CPU: tl.constexpr,
+    NUMBERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Give every row of x to the CPU (float32) and to the next kernels (halves)."""
+    """Give every row of x to the CPU (float32) and to the next kernels (halves). NUMBERED: one row, and the
+    CPU is told when each part of COLS columns is there."""
     token = tl.program_id(0)
     at = tl.program_id(1) * COLS + tl.arange(0, COLS)
     wait_and_release(PDL)
@@ -298,5 +301,10 @@ def expert_prepare(
     if HAS_CPU:
         target = block.to(tl.pointer_type(tl.float32)) + AT_X + token * HIDDEN
         tl.store(target + at, row, mask=at < HIDDEN)
+        if NUMBERED:
+            tl.debug_barrier()
+            fence_system()
+            number = tl.load(state + STATE_NOW) * L + layer + 1
+            tl.store(block + AT_READY + tl.program_id(1), number)
     if MXFP4:
         store_halves(row, halves + token * (2 * HIDDEN), at, at < HIDDEN, HIDDEN)

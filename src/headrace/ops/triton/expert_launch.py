@@ -29,7 +29,7 @@ from headrace.ops.triton.expert_matvec import (
     expert_combine,
 )
 from headrace.ops.triton.expert_plan import (
-    COUNT_FETCHES,
+    COUNT_HERE,
     COUNT_HITS,
     STATE_FAILED,
     STATE_SEQ,
@@ -45,7 +45,7 @@ WEIGHTS_OF_SCALE = 32  # MXFP4
 MAX_COLUMNS = 512  # of bfloat16 rows: 16 bytes a lane, twice
 COMBINE_COLS = 128
 BF16_TILE = 16
-PREPARE_COLS = 256
+PREPARE_COLS = 256  # ``request_block.READY_COLS``
 ROWS_OF_WARP = 16  # of a tensor core's instruction
 MOST_SHARING = 8  # warps of a row
 TILES_OF_WARP = 6  # of a row, until warps share it: 48 registers of weights
@@ -57,6 +57,9 @@ class RequestOffsets:
 
     ack: int
     abort: int
+    taken: int
+    pace: int
+    ready: int
     x: int
     out: int
 
@@ -81,6 +84,7 @@ class Tuning:
     gather_words: int = COPY_WORDS  # that a program moves at a time; prefetching fixes it
     # Reads of the acknowledgement before the CPU counts as dead: about 1 us each over PCIe.
     await_spins: int = 5_000_000
+    await_early: bool = True  # while what was fetched is computed
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
     # MXFP4 in one kernel where there is one: 24.3 us instead of 25.3 alone, and within a step no more than
     # 1 % (docs/adr/0009).
@@ -151,16 +155,19 @@ class ExpertLauncher:
             self._x_halves = self._h  # nobody's
         self.partial = torch.zeros(pairs, g.num_slices, g.hidden, device=device)
 
-    def prepare(self, x: torch.Tensor) -> None:
-        """Publish x, float32 [T, D], to the CPU and to the kernels. Call it before the plan."""
+    def prepare(self, x: torch.Tensor, layer: int = 0, *, beside: bool = False) -> None:
+        """Publish x, float32 [T, D], to the CPU and to the kernels, before the plan of ``layer``; that of a
+        single token may be made ``beside`` it, on another stream."""
         if self._blocks is not None:
             self._blocks.prepare(x)
         if not (self._has_cpu or self._mxfp4):
             return
-        hidden = self._geometry.hidden
+        hidden, plan = self._geometry.hidden, self._state.geometry
+        overlap = self._overlap and not beside
         expert_prepare[(x.shape[0], -(-hidden // PREPARE_COLS))](
-            x, self._x_halves, self._block, self._request.x, hidden, PREPARE_COLS, self._mxfp4,
-            self._has_cpu, self._overlap, num_warps=1, launch_pdl=self._overlap,
+            x, self._x_halves, self._block, self._state.state, layer, self._request.x,
+            self._request.ready, plan.num_layers, hidden, PREPARE_COLS, self._mxfp4, self._has_cpu,
+            plan.numbered and x.shape[0] == 1, overlap, num_warps=1, launch_pdl=overlap,
         )  # fmt: skip
 
     def gather(self, layer: int, fetches: torch.Tensor | None = None) -> None:
@@ -169,12 +176,17 @@ class ExpertLauncher:
         s, slices = self._state, self._state.geometry
         ahead = slices.max_prefetch if fetches is None else 0
         settling = t.settle_programs if ahead else 0
+        open_ = slices.max_open if fetches is None and self._has_cpu else 0
+        ask = self._request
         expert_gather[(t.gather_programs + settling,)](
             self._bases, self._arena, s.fetches if fetches is None else fetches, s.counts, s.totals,
-            s.origins, s.arrived, s.homes, s.state, layer, t.gather_programs,
+            s.origins, s.arrived, s.homes, s.state, s.slot_of, s.owner_of, s.on_gpu, self._block, layer,
+            t.gather_programs,
             self._geometry.slice_nbytes, self._host_nbytes(layer),
             COPY_WORDS if ahead else t.gather_words,
-            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, num_warps=t.gather_warps,
+            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, open_,
+            power_of_two(max(open_, 1)), ask.taken, ask.pace, ask.abort, t.await_spins, slices.num_experts,
+            slices.num_slices, slices.num_slots, 32 * t.gather_warps, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def _host_nbytes(self, layer: int) -> int:
@@ -186,8 +198,8 @@ class ExpertLauncher:
         self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer)
 
     def fetched(self, x: torch.Tensor, layer: int = 0) -> None:
-        """Compute what ``gather`` brought."""
-        self.compute(x, self._state.fetches, COUNT_FETCHES.value, layer=layer)
+        """Compute what ``gather`` brought and the CPU has not taken."""
+        self.compute(x, self._state.fetches, COUNT_HERE.value, layer=layer)
 
     def compute(
         self,
@@ -263,21 +275,23 @@ class ExpertLauncher:
     def await_cpu(self) -> None:
         """Wait for the CPU's answer to this layer's request, if there is one."""
         if self._has_cpu:
+            # Early only behind products, which began when the plan was done.
+            early = self._overlap and self.tuning.await_early and self._state.geometry.max_fetch > 0
             expert_await[(1,)](
                 self._state.counts, self._state.state, self._block, self._state.totals,
                 self._request.ack, self._request.abort, STATE_SEQ.value, STATE_FAILED.value,
-                self.tuning.await_spins,
-                num_warps=1,
+                self.tuning.await_spins, early, num_warps=1, launch_pdl=early,
             )  # fmt: skip
 
-    def combine(self, num_tokens: int) -> torch.Tensor:
-        """Sum what the paths computed: float32 [T, D]."""
+    def combine(self, num_tokens: int, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum what the paths computed, and ``residual``: float32 [T, D]."""
         g, s = self._geometry, self._state
         out = torch.empty(num_tokens, g.hidden, device=self._arena.device)
         block = s.counts if s.block is None else s.block.view(torch.float32)
         expert_combine[(num_tokens, -(-g.hidden // COMBINE_COLS))](
-            self.partial, s.pair_of, s.on_gpu, s.counts, block, out, self._request.out,
-            s.geometry.top_k, g.num_slices, g.hidden, self._has_cpu, COMBINE_COLS,
+            self.partial, s.pair_of, s.on_gpu, s.counts, block,
+            out if residual is None else residual, out, self._request.out, s.geometry.top_k,
+            g.num_slices, g.hidden, self._has_cpu, residual is not None, COMBINE_COLS,
             self._overlap, num_warps=1, launch_pdl=self._overlap,
         )  # fmt: skip
         return out

@@ -26,7 +26,7 @@ from headrace.ops.triton.expert_plan import (
     clock_ns,
 )
 from headrace.ops.triton.expert_rows import bf16_rows, gated, store_partial
-from headrace.ops.triton.overlap import wait_and_release
+from headrace.ops.triton.overlap import release, wait, wait_and_release
 
 
 @triton.jit
@@ -96,11 +96,12 @@ def bf16_down(
 
 @triton.jit
 def expert_combine(
-    partial, pair_of, on_gpu, counts, block, out, AT_OUT: tl.constexpr, TOP_K: tl.constexpr,
-    S: tl.constexpr, HIDDEN: tl.constexpr, HAS_CPU: tl.constexpr, COLS: tl.constexpr,
-    PDL: tl.constexpr,
+    partial, pair_of, on_gpu, counts, block, residual, out, AT_OUT: tl.constexpr,
+    TOP_K: tl.constexpr, S: tl.constexpr, HIDDEN: tl.constexpr, HAS_CPU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = the sum of its partial results, by place and slice, and of the CPU's row."""
+    """out[token] = the sum of its partial results, by place and slice, and of the CPU's row; then, with
+    HAS_RESIDUAL, + residual[token]."""
     token = tl.program_id(0)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = c < HIDDEN
@@ -122,33 +123,42 @@ def expert_combine(
         waited = tl.load(counts + COUNT_CPU) > 0
         row = block + AT_OUT + token * HIDDEN + c
         acc += tl.load(row, mask=ok & waited, other=0.0, volatile=True)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + token * HIDDEN + c, mask=ok, other=0.0)
     tl.store(out + token * HIDDEN + c, acc, mask=ok)
 
 
 @triton.jit
 def expert_await(
     counts, state, block, totals, AT_ACK: tl.constexpr, AT_ABORT: tl.constexpr,
-    STATE_SEQ: tl.constexpr, STATE_FAILED: tl.constexpr, SPINS: tl.constexpr,
+    STATE_SEQ: tl.constexpr, STATE_FAILED: tl.constexpr, SPINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait until the CPU has answered this layer's request; one program of one warp.
 
     Ends at the latest after SPINS reads over PCIe (about a microsecond each), or when the abort word is
     set; then the failure is noted in the state, the abort word is set, and later waits end at once.
+    With PDL it begins to ask while the products before it run: an answer that is there costs nothing.
     """
+    release(PDL)
     if tl.load(counts + COUNT_CPU) > 0:
         seq = tl.load(state + STATE_SEQ)
         spins = 0
+        missing = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
+        # What came before is done: from here on it is the CPU that is waited for.
+        wait(PDL)
         start = clock_ns()
-        waiting = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
-        stalled = waiting.to(tl.int64)
-        while waiting != 0:
+        stalled = missing.to(tl.int64)
+        given_up = missing * 0
+        while (missing != 0) & (given_up == 0):
             spins += 1
-            ack = tl.load(block + AT_ACK, volatile=True)
+            missing = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
             abort = tl.load(block + AT_ABORT, volatile=True)
-            waiting = ((ack != seq) & (abort == 0) & (spins < SPINS)).to(tl.int32)
+            given_up = ((abort != 0) | (spins >= SPINS)).to(tl.int32)
         tl.store(totals + TOTAL_STALLS, tl.load(totals + TOTAL_STALLS) + stalled)
         spent = totals + TOTAL_STALL_NS
         tl.store(spent, tl.load(spent) + stalled * (clock_ns() - start))
-        if tl.load(block + AT_ACK, volatile=True) != seq:
+        if missing != 0:
             tl.store(state + STATE_FAILED, 1)
             tl.store(block + AT_ABORT, 1)
+    else:
+        wait(PDL)

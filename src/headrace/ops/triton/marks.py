@@ -46,7 +46,11 @@ class StampMarks:
             stamp_kernel[(1,)](self._times, self._at, num_warps=1)
         self._at += 1
 
+    def stamps(self, count: int) -> torch.Tensor:
+        """The GPU's clock at the first ``count`` + 1 points, int64 nanoseconds; on the GPU."""
+        return self._times[: count + 1]
+
     def seconds(self, count: int) -> list[float]:
         """Seconds between the first ``count`` + 1 points; waits for the GPU."""
-        times: list[int] = self._times[: count + 1].tolist()
+        times: list[int] = self.stamps(count).tolist()
         return [(after - before) / NANO for before, after in pairwise(times)]

@@ -32,6 +32,13 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
+def release(PDL: tl.constexpr):
+    """The next kernel may begin."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait_and_release(PDL: tl.constexpr):
     """``wait``; then the next kernel may begin, though it will wait for this one in turn."""
     if PDL:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.ops.registry import Op
-from headrace.ops.triton import block, mixture, products, router, rows
+from headrace.ops.triton import block, mixture, products, router, rows, sampling
 from headrace.ops.triton.attention_decode import attention_decode
 from headrace.ops.triton.attention_prefill import attention_prefill
 from headrace.ops.triton.sealed_append import sealed_append
@@ -43,4 +43,5 @@ OPS: tuple[Op, ...] = (
     ),
     Op("dense_block", "triton", block.dense_block, 3 * _PRODUCT, marks_parts=True),
     Op("route", "triton", router.route, _PRODUCT),
+    Op("sample", "triton", sampling.sample, 0.0),
 )

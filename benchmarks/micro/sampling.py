@@ -1,0 +1,139 @@
+"""What the choice of a token costs: on the host, and on the GPU where its logits are.
+
+    PYTHONPATH=src python -m benchmarks.micro.sampling [--out FILE] [--quick]
+
+Device times are those of one CUDA graph that chooses for a batch many times over, rotating over several
+sets of logits as a step's would be: written just before, so in the second-level cache. The host's are of
+``engine.sampler.choose`` for one row, and of the copy that brings the row's logits to it. `torch` is what
+greedy rows took before: argmax, gather and stack.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.residency.geometry import Figures, parser, report
+from headrace.core.request import SamplingParams
+from headrace.engine.sampler import SamplingState, choose, uniform
+from headrace.machine.device import CudaDevice
+from headrace.ops.records import GREEDY_RULE, Rule
+from headrace.ops.registry import resolve
+
+DEVICE = torch.device("cuda")
+VOCABS = {"gpt_oss": 201_088, "qwen3": 151_936}
+BATCHES = (1, 4, 16)
+CALLS = 20  # of a graph
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 1.0},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k": {"temperature": 0.7, "top_k": 40},
+    "top_k_top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "top_k_large_top_p": {"temperature": 1.0, "top_k": 20_000, "top_p": 0.9},
+}
+
+
+def logits_of(kind: str, rows: int, vocab: int, seed: int) -> np.ndarray:
+    """float32 [rows, vocab]. model: a few likely tokens above a wide field, as a model's; normal: nothing
+    stands out, thousands are as likely as each other."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((rows, vocab)).astype(np.float32) * 2
+    if kind == "model":
+        best = rng.integers(vocab, size=(rows, 60))
+        np.put_along_axis(logits, best, 18 - np.sort(rng.exponential(2.5, best.shape)), 1)
+    return logits.astype(np.float32)
+
+
+def rule_of(params: dict[str, Any], seed: int) -> Rule:
+    p = SamplingParams(**params)
+    if p.temperature == 0:
+        return GREEDY_RULE
+    return p.temperature, p.min_p, float(p.top_k), p.top_p, uniform(seed, 0, 1)
+
+
+def graph_us(device: CudaDevice, work: Callable[[], Any], replays: int = 9) -> float:
+    graph = device.graph()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        for _ in range(CALLS):
+            work()
+        return ()
+
+    graph.capture(run)
+    times = []
+    for _ in range(replays):
+        start, stop = device.event(), device.event()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return round(statistics.median(times) / CALLS, 2)
+
+
+def old_greedy(logits: torch.Tensor) -> torch.Tensor:
+    ids = logits.argmax(-1, keepdim=True)
+    return torch.stack((logits.gather(-1, ids).squeeze(-1), ids.squeeze(-1).float()))
+
+
+def host_us(logits: np.ndarray, params: dict[str, Any]) -> float:
+    state = SamplingState(SamplingParams(**params), 0, 0, ())
+    times = []
+    for position in range(5):
+        start = time.perf_counter()
+        choose(logits, state, position)
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 1)
+
+
+def copy_us(logits: torch.Tensor) -> float:
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        logits.cpu().numpy()
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 1)
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--quick", action="store_true", help="the larger vocabulary only")
+    args = made.parse_args()
+    device, figures = CudaDevice(), Figures()
+    ops = resolve(("triton", "reference"))
+    counters = torch.zeros(max(BATCHES), dtype=torch.int32, device=DEVICE)
+    with torch.inference_mode():
+        for name, vocab in list(VOCABS.items())[: 1 if args.quick else None]:
+            for kind in ("model", "normal"):
+                values = logits_of(kind, max(BATCHES), vocab, 0)
+                logits = torch.from_numpy(values).to(DEVICE)
+                where = f"{name}_{kind}"
+                for batch in BATCHES:
+                    given = logits[:batch].contiguous()
+                    if kind == "model":
+                        figures.say(f"{where}_b{batch}_copy_us", copy_us(given))
+                        torch_us = graph_us(device, lambda x=given: old_greedy(x))
+                        figures.say(f"{where}_b{batch}_greedy_torch_us", torch_us)
+                    for rule, params in PARAMS.items():
+                        rules = torch.tensor(
+                            [rule_of(params, i) for i in range(batch)],
+                            dtype=torch.float64,
+                            device=DEVICE,
+                        )
+                        took = graph_us(device, lambda x=given, r=rules: ops.sample(x, r, counters))
+                        figures.say(f"{where}_b{batch}_{rule}_us", took)
+                for rule, params in PARAMS.items():
+                    figures.say(f"{where}_host_{rule}_us_a_row", host_us(values[0], params))
+    report("sampling", figures.found, args.out)
+
+
+if __name__ == "__main__":
+    main()
