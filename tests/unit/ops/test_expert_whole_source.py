@@ -84,8 +84,8 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 CASES = [
     # hidden, intermediate, slices, bias, act, blocks, changes of the shape
     (160, 64, 2, True, CLAMPED, 1, {"warps": 2}),
-    (160, 64, 2, True, CLAMPED, 3, {"warps": 2, "stages": 2}),
-    (96, 160, 5, False, SILU, 7, {"warps": 3, "stages": 3}),
+    (160, 64, 2, True, CLAMPED, 3, {"warps": 2, "stages": 2, "own_percent": 100}),
+    (96, 160, 5, False, SILU, 7, {"warps": 3, "stages": 3, "own_percent": 0}),
     # Rows of 18 blocks, as gpt-oss' experts have in five slices.
     (32, 576, 1, True, CLAMPED, 2, {"warps": 1}),
 ]

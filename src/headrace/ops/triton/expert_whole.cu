@@ -36,16 +36,8 @@ struct Call {
     int most;        // entries that there can be
 };
 
-// The block's share of ``total`` pieces of work: a run of its own, then what it draws. Multiprocessors do not get
-// equal shares of the memory's rate, and all must end at once.
-struct Shares {
-    int total, own;
-    __device__ __forceinline__ Shares(int total, int percent)
-        : total(total), own(total * percent / 100 / (int)gridDim.x) {}
-    __device__ __forceinline__ int at(int i, int drawn) const {
-        return i < own ? (int)blockIdx.x * own + i : own * (int)gridDim.x + drawn;
-    }
-};
+// The tiles of gate and up that a block takes without drawing: a run, so that it changes entries seldom.
+__device__ __forceinline__ int own_tiles(int total) { return total * OWN_PERCENT / 100 / (int)gridDim.x; }
 
 // Up to CHUNK tiles of down of one entry.
 struct Run {
@@ -89,7 +81,6 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh) {
             current = entry;
             slot = slot_of(call, entry_of(call, sh, entry));
         }
-        if (i >= DEPTH) barrier_wait(sh.full[(i - DEPTH) % STAGES], (i - DEPTH) / STAGES & 1);
         if (i >= STAGES) barrier_wait(sh.free[stage], (i / STAGES - 1) & 1);
         sh.work[stage] = work;
         barrier_arrive(sh.known[stage]);
@@ -102,13 +93,12 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh) {
         barrier_arrive(sh.full[i % STAGES]);
         i++;
     };
-    Shares one(count * TILES1, OWN_GATE_UP), two(count * CHUNKS, OWN_DOWN);
     // A draw takes most of a microsecond: each is asked for a piece ahead, and the first not at the start.
-    int drawn = one.own ? 0 : atomicAdd(call.drawn, 1);
+    int total = count * TILES1, own = own_tiles(total), drawn = own ? 0 : atomicAdd(call.drawn, 1);
     for (int k = 0;; k++, i++) {
-        int work = one.at(k, drawn);
-        if (k + 1 >= one.own) drawn = atomicAdd(call.drawn, 1);
-        if (work >= one.total) break;
+        int work = k < own ? (int)blockIdx.x * own + k : own * (int)gridDim.x + drawn;
+        if (k + 1 >= own) drawn = atomicAdd(call.drawn, 1);
+        if (work >= total) break;
         int tile = work % TILES1;
         claim(work, work / TILES1);
         barrier_expect(sh.full[i % STAGES], NBYTES1);
@@ -117,11 +107,10 @@ __device__ __forceinline__ void fetch(const Call& call, Shared& sh) {
         if (HAS_BIAS) bring(CODES1 + SCALES1, GATE_UP_BIAS + tile * BIAS, BIAS);
     }
     end();
-    drawn = two.own ? 0 : atomicAdd(call.drawn + 1, 1);
-    for (int k = 0;; k++, i++) {
-        int work = two.at(k, drawn);
-        if (k + 1 >= two.own) drawn = atomicAdd(call.drawn + 1, 1);
-        if (work >= two.total) break;
+    for (drawn = atomicAdd(call.drawn + 1, 1);; i++) {
+        int work = drawn;
+        drawn = atomicAdd(call.drawn + 1, 1);
+        if (work >= count * CHUNKS) break;
         Run run = run_of(work);
         claim(work, run.entry);
         barrier_expect(sh.full[i % STAGES], run.count * (CODES2 + SCALES2 + BIAS));
@@ -321,7 +310,7 @@ __device__ __forceinline__ void multiply_down(const Call& call, Shared& sh, int 
             for (int pair = entry.z; pair < entry.z + entry.w; pair++) {
                 float weight = call.pair_weight[pair];
                 float2 y = make_float2(0.0f, 0.0f);
-#pragma unroll DOWN_UNITS_AT_ONCE
+#pragma unroll
                 for (int u = 0; u < UNITS2; u++) {
                     u32 b[16];
                     if (entry.w == 1) load_halves<BLOCKS2>(b, sh.h[stage][0], WIDTH, u * 4);

@@ -37,7 +37,6 @@ typedef unsigned long long u64;
 #define H_NBYTES (WIDTH * 2)
 #define ENTRIES 32  // that a block keeps at hand
 #define END -1      // instead of a piece of work
-constexpr int DOWN_UNITS_AT_ONCE = UNROLL2;
 
 struct Shared {
     alignas(128) u8 stage[STAGES][STAGE];
