@@ -129,7 +129,7 @@ inline void add_block(const Sums<W>& sums, __m512i scale_words, const float* x_s
 // behind a store would wait for it.
 template <int W>
 void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t first) {
-  constexpr int64_t kNbytes = block_nbytes(W);
+  constexpr int64_t kNbytes = block_nbytes(W), kRowNbytes = W < 16 ? 8 * W : 64;
   alignas(64) uint8_t ring[2][2 * 1024] = {};
   alignas(64) uint32_t scale_words[2][kRows] = {};
   Sums<W> sums[4];
