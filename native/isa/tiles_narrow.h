@@ -138,29 +138,42 @@ void begin_rows(const NarrowProduct& p, int64_t first, Cursor& c) {
   c.plain = Expand<F>::plain(m, row, c.count);
 }
 
-// Rows [row, row + 4) of the cursor's group.
+// The bytes of a cursor's group, in its first row.
+struct Group {
+  const uint8_t *codes, *scales, *next;
+  int64_t blocks;  // of 32 columns
+};
+
 template <Format F>
-HEADRACE_INLINE void expand_rows(const Expand<F>& expand, const Matrix& m, const Cursor& c, int64_t row, uint16_t* to) {
-  constexpr int64_t kNbytes = Expand<F>::kNbytes;
-  const int64_t blocks = std::min(kNarrowSteps, m.cols / kStep - kNarrowSteps * c.group);
-  const uint8_t *codes = c.rows + kNbytes * c.group, *scales = c.scales + kNarrowSteps * c.group, *next = c.next + kNbytes * c.group;
-  const auto ask = [&](int64_t r) {
-    for (int64_t line = 0; line < kNbytes; line += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(codes + r * m.row_nbytes + line + kNearNbytes), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(next + r * m.row_nbytes + line), _MM_HINT_T1);
-    }
-  };
-  if (c.plain && c.count == kTile && blocks == kNarrowSteps) {
-#pragma GCC unroll 4
-    for (int64_t r = row; r < row + 4; ++r) {
-      ask(r);
-      expand.fast(codes + r * m.row_nbytes, scales + r * m.scale_row_nbytes, to + kStep * r);
-    }
-    return;
+inline Group group_of(const Matrix& m, const Cursor& c) {
+  const int64_t at = Expand<F>::kNbytes * c.group, left = m.cols / kStep - kNarrowSteps * c.group;
+  return {c.rows + at, c.scales + kNarrowSteps * c.group, c.next + at, std::min(kNarrowSteps, left)};
+}
+
+template <Format F>
+HEADRACE_INLINE void ask(const Group& g, int64_t at) {
+  for (int64_t line = at; line < at + Expand<F>::kNbytes; line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(g.codes + line + kNearNbytes), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(g.next + line), _MM_HINT_T1);
   }
-  for (int64_t r = row; r < std::min(row + 4, c.count); ++r) {
-    ask(r);
-    expand.any(codes + r * m.row_nbytes, scales + r * m.scale_row_nbytes, blocks, c.plain, to + kStep * r);
+}
+
+// Rows [row, row + 4), all there, of four blocks with plain scales.
+template <Format F>
+HEADRACE_INLINE void expand_four(const Expand<F>& expand, const Matrix& m, const Group& g, int64_t row, uint16_t* to) {
+#pragma GCC unroll 4
+  for (int64_t r = row; r < row + 4; ++r) {
+    ask<F>(g, r * m.row_nbytes);
+    expand.fast(g.codes + r * m.row_nbytes, g.scales + r * m.scale_row_nbytes, to + kStep * r);
+  }
+}
+
+template <Format F>
+void expand_any(const Expand<F>& expand, const Matrix& m, const Cursor& c, uint16_t* to) {
+  const Group g = group_of<F>(m, c);
+  for (int64_t r = 0; r < c.count; ++r) {
+    ask<F>(g, r * m.row_nbytes);
+    expand.any(g.codes + r * m.row_nbytes, g.scales + r * m.scale_row_nbytes, g.blocks, c.plain, to + kStep * r);
   }
 }
 
@@ -229,8 +242,7 @@ void narrow_rows(const NarrowProduct& p) {
   const auto advance = [&] {
     if (++c.group == groups && c.first + kTile < p.rows) begin_rows<F>(p, c.first + kTile, c);
   };
-  for (int64_t i = 0; i < std::min(kGroupsAhead, all); ++i, advance())
-    for (int64_t row = 0; row < kTile; row += 4) expand_rows<F>(expand, m, c, row, ring[i]);
+  for (int64_t i = 0; i < std::min(kGroupsAhead, all); ++i, advance()) expand_any<F>(expand, m, c, ring[i]);
   int64_t g = 0, first = 0, at = 0, to = kGroupsAhead;
   const uint16_t *b0 = nullptr, *b1 = nullptr;
   for (int64_t i = 0; i < all; ++i) {
@@ -242,12 +254,22 @@ void narrow_rows(const NarrowProduct& p) {
       if constexpr (B > 2) HEADRACE_ZERO(2);
       if constexpr (B > 3) HEADRACE_ZERO(3);
     }
-    const bool more = i + kGroupsAhead < all;
-    for (int64_t u = 0; u < kNarrowSteps; ++u) {
-      multiply_step<B>(tiles, ring[at] + u * kTileWords, b0, b1);
+    const uint16_t* a = ring[at];
+    const auto multiply = [&](int64_t u) {
+      multiply_step<B>(tiles, a + u * kTileWords, b0, b1);
       b0 += kTilesOfFirst * kTileWords;
       if constexpr (B > 2) b1 += kTilesOfSecond * kTileWords;
-      if (more) expand_rows<F>(expand, m, c, 4 * u, ring[to]);
+    };
+    const bool more = i + kGroupsAhead < all;
+    const Group group = group_of<F>(m, c);
+    if (more && c.plain && c.count == kTile && group.blocks == kNarrowSteps) {
+      for (int64_t u = 0; u < kNarrowSteps; ++u) {
+        multiply(u);
+        expand_four<F>(expand, m, group, 4 * u, ring[to]);
+      }
+    } else {
+      for (int64_t u = 0; u < kNarrowSteps; ++u) multiply(u);
+      if (more) expand_any<F>(expand, m, c, ring[to]);
     }
     if (more) advance();
     at = at == kGroupsAhead ? 0 : at + 1;
