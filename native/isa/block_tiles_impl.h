@@ -16,6 +16,8 @@
 namespace headrace::HEADRACE_NS {
 namespace {
 
+#define HEADRACE_INLINE __attribute__((always_inline)) inline
+
 constexpr int64_t kRows = 16;
 constexpr int64_t kNearNbytes = 192;  // how far ahead of its use a row's line is asked for into the L1 cache
 
@@ -50,27 +52,39 @@ struct Band {
   int64_t row_nbytes, scale_row_nbytes, count;
 
   // Rows [first, first + 4) of group g, of which `blocks` blocks exist.
-  void expand(int64_t g, int64_t blocks, int64_t first, uint8_t* to, uint32_t* scale_words) const {
+  HEADRACE_INLINE void expand(int64_t g, int64_t blocks, int64_t first, uint8_t* to, uint32_t* scale_words) const {
+    if (blocks == 4 && count == kRows) {
+#pragma GCC unroll 4
+      for (int64_t r = first; r < first + 4; ++r) {
+        const uint8_t* q = ask(g, r);
+        std::memcpy(&scale_words[r], scales + r * scale_row_nbytes + 4 * g, 4);
+        store_row(_mm512_loadu_si512(q), to + 64 * r);
+      }
+      return;
+    }
+    for (int64_t r = first; r < std::min(first + 4, count); ++r) {
+      const uint8_t* q = ask(g, r);
+      std::memcpy(&scale_words[r], scales + r * scale_row_nbytes + 4 * g, static_cast<size_t>(blocks));
+      store_row(_mm512_maskz_loadu_epi8(blocks == 4 ? ~0ull : (1ull << 16 * blocks) - 1, q), to + 64 * r);
+    }
+  }
+
+ private:
+  HEADRACE_INLINE const uint8_t* ask(int64_t g, int64_t r) const {
+    const int64_t at = r * row_nbytes + 64 * g;
+    _mm_prefetch(reinterpret_cast<const char*>(rows + at + kNearNbytes), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
+    return rows + at;
+  }
+
+  static HEADRACE_INLINE void store_row(__m512i codes, uint8_t* to) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kE2M1Doubled)));
     const __m512i mask = _mm512_set1_epi8(15);
     const __m512i left = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), right = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    for (int64_t r = first; r < std::min(first + 4, count); ++r) {
-      const uint8_t* q = rows + r * row_nbytes + 64 * g;
-      _mm_prefetch(reinterpret_cast<const char*>(q + kNearNbytes), _MM_HINT_T0);
-      if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + r * row_nbytes + 64 * g), _MM_HINT_T1);
-      __m512i codes;
-      if (blocks == 4) {
-        codes = _mm512_loadu_si512(q);
-        std::memcpy(&scale_words[r], scales + r * scale_row_nbytes + 4 * g, 4);
-      } else {
-        codes = _mm512_maskz_loadu_epi8((1ull << 16 * blocks) - 1, q);
-        std::memcpy(&scale_words[r], scales + r * scale_row_nbytes + 4 * g, static_cast<size_t>(blocks));
-      }
-      const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, mask));
-      const __m512i odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
-      _mm512_store_si512(to + 64 * r, _mm512_permutex2var_epi64(even, left, odd));
-      _mm512_store_si512(to + 1024 + 64 * r, _mm512_permutex2var_epi64(even, right, odd));
-    }
+    const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, mask));
+    const __m512i odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
+    _mm512_store_si512(to, _mm512_permutex2var_epi64(even, left, odd));
+    _mm512_store_si512(to + 1024, _mm512_permutex2var_epi64(even, right, odd));
   }
 };
 
@@ -129,7 +143,7 @@ inline void add_block(const Sums<W>& sums, __m512i scale_words, const float* x_s
 // behind a store would wait for it.
 template <int W>
 void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t first) {
-  constexpr int64_t kNbytes = block_nbytes(W);
+  constexpr int64_t kNbytes = block_nbytes(W), kRowNbytes = W < 16 ? 8 * W : 64;
   alignas(64) uint8_t ring[2][2 * 1024] = {};
   alignas(64) uint32_t scale_words[2][kRows] = {};
   Sums<W> sums[4];
@@ -144,7 +158,7 @@ void band_product([[maybe_unused]] Tiles& tiles, const BlockProduct& p, int64_t 
   const Matrix& m = *p.m;
   const int64_t blocks = m.cols / 32, whole = blocks / 4, after = first + kRows;
   const Band band{m.data + (p.row0 + first) * m.row_nbytes, m.scales + (p.row0 + first) * m.scale_row_nbytes,
-                  after < p.rows ? m.data + (p.row0 + after) * m.row_nbytes : p.next,
+                  after < p.rows ? m.data + (p.row0 + after) * m.row_nbytes : p.next != nullptr ? p.next : m.data,
                   m.row_nbytes, m.scale_row_nbytes, std::min(kRows, p.rows - first)};
   const auto expand = [&](int64_t g, int64_t row) {
     const int64_t n = std::min<int64_t>(4, blocks - 4 * g);
