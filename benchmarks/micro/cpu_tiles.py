@@ -4,8 +4,8 @@
 
 Prints one JSON object. Dense products: GFLOP/s (two operations for each weight and token) of the kernels
 on float32 registers and of tiles, in turn, the best of the runs in its time. Experts: requests for whole
-experts at random, every token using each of them, in GB/s of slices, in each way that there is (one that a format
-does not have is as `none`), in turn. `--isa avx512_bf16` runs the same tiles without AMX.
+experts at random, every token using each of them, in GB/s of slices, in turn in each way that there is (one
+that a format does not have is as `none`). `--isa avx512_bf16` runs the same tiles without AMX.
 """
 
 from __future__ import annotations
