@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "affinity.h"
+#include "expert_open.h"
 #include "round_log.h"
 #include "spin.h"
 
@@ -25,11 +26,6 @@ constexpr std::chrono::microseconds kNap{50};
 
 // From a request to its gate and up rows, if the leader was not there to see it.
 constexpr int64_t kGateBeginsNs = 6000;
-// From the last fetched byte to the sum of what the GPU computed of it, less the answer's way to the GPU (H200 machine).
-constexpr double kFetchedNs = 11000.0;
-// `pace` is seq << 32 | what is left << 16 | a slice, in these nanoseconds.
-constexpr double kLeftNs = 64.0, kSliceNs = 32.0;
-constexpr uint32_t kClosed = 1u << 7;
 
 double seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
 
@@ -47,8 +43,8 @@ struct ExpertService::State {
   State(std::vector<SlabLayout> layer_layouts, std::vector<const uint8_t*> layer_bases, int64_t num_experts, Gate act,
         const ServiceBlock& request_block, const ServiceOptions& service_options)
       : layouts(std::move(layer_layouts)), bases(std::move(layer_bases)), block(request_block), options(service_options),
-        hidden(layouts.at(0).hidden), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {
-    compute.set_taker([this](const TakeQuestion& q) { return take(q); });
+        hidden(layouts.at(0).hidden), open_items(block), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {
+    compute.set_taker([this](const TakeQuestion& q) { return open_items.take(q); });
   }
 
   std::atomic_ref<int32_t> word(int64_t offset) const {
@@ -60,14 +56,11 @@ struct ExpertService::State {
   const ServiceBlock block;
   const ServiceOptions options;
   const int64_t hidden;
+  OpenItems open_items;
   ExpertCompute compute;
   int32_t seq = 0;  // of the round at work
-  int64_t open = 0, fetches = 0;  // of its request
-  double slice_ns = 0.0;          // that the GPU last took to fetch one
   uint32_t prepared = 0;          // the number of the x that is quantised
   int32_t prepared_layer = -1;
-  std::atomic<int64_t> gate_began{0};
-  std::atomic<Taking> taking{Taking::by_pace};
   Clock::time_point started;
 
   alignas(64) std::atomic<uint32_t> round{0};  // followers wait for its next value
@@ -121,35 +114,6 @@ struct ExpertService::State {
     return true;
   }
 
-  void tell(int64_t taken, bool closed) const {
-    const uint32_t value = static_cast<uint32_t>(seq) << 8 | (closed ? kClosed : 0u) | static_cast<uint32_t>(taken);
-    word(block.taken).store(static_cast<int32_t>(value), std::memory_order_release);
-  }
-
-  // See Taker. One thread at a time.
-  bool take(const TakeQuestion& q) {
-    const Taking which = taking.load(std::memory_order_relaxed);
-    const bool yes = which == Taking::all || (which == Taking::by_pace && ends_first(q));
-    tell(q.taken + (yes ? 1 : 0), !yes || q.taken + 1 == open);
-    return yes;
-  }
-
-  // Whether the CPU would be done with one more item before the GPU is with all that it has left.
-  bool ends_first(const TakeQuestion& q) {
-    const auto spent = static_cast<double>(RoundLog::now() - gate_began.load(std::memory_order_relaxed));
-    const double more = spent * q.more / q.done;
-    const double cpu_ns = more + (spent + more) * q.down_share;
-    const auto pace = std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(block.memory + block.pace)).load(std::memory_order_relaxed);
-    double left_ns = static_cast<double>(fetches) * slice_ns;  // nothing has been fetched yet
-    if (static_cast<uint32_t>(pace >> 32) == static_cast<uint32_t>(seq)) {
-      slice_ns = kSliceNs * static_cast<double>(pace & 0xffff);
-      left_ns = kLeftNs * static_cast<double>((pace >> 16) & 0xffff);
-    }
-    // What was taken since then is not left any more.
-    left_ns -= static_cast<double>(q.taken) * slice_ns;
-    return left_ns > 0.0 && cpu_ns < left_ns + kFetchedNs;
-  }
-
   // What one thread does in round n; false if the thread must end.
   bool work(int worker, uint64_t n) {
     log.note(n, worker, 0);
@@ -169,7 +133,7 @@ struct ExpertService::State {
       } else {
         if (!await([&] { return compute.complete(phase); }, worker == 0)) return false;
         log.note(n, worker, 2 * k + 2);
-        if (worker == 0 && phase == ExpertCompute::kQuantise) gate_began.store(RoundLog::now(), std::memory_order_relaxed);
+        if (worker == 0 && phase == ExpertCompute::kQuantise) open_items.gate_begins();
       }
     }
     arrived.fetch_add(1, std::memory_order_acq_rel);
@@ -228,8 +192,8 @@ struct ExpertService::State {
     prepared_layer = static_cast<int32_t>(layer);
   }
 
-  // Reads the request behind `seq`; false if it was refused.
-  bool accept() {
+  // Reads the request that `seen` announced; false if it was refused.
+  bool accept(int32_t seen) {
     const auto* header = reinterpret_cast<const int32_t*>(block.memory + block.header);
     ExpertFault fault = ExpertFault::layer;
     if (header[0] >= 0 && header[0] < static_cast<int64_t>(bases.size())) {
@@ -244,7 +208,6 @@ struct ExpertService::State {
         if (!await([&] { return x_number() == number; }, true)) return false;
         r.prepared = prepared == number && prepared_layer == header[0] && header[1] == 1;
       }
-      fetches = header[5];
       r.item = reinterpret_cast<const int32_t*>(block.memory + block.items);
       r.pair_token = reinterpret_cast<const int32_t*>(block.memory + block.pair_token);
       r.pair_weight = reinterpret_cast<const float*>(block.memory + block.pair_weight);
@@ -253,7 +216,9 @@ struct ExpertService::State {
       fault = compute.plan(r);
     }
     if (fault == ExpertFault::none) {
-      open = header[4];
+      const int64_t began = std::chrono::nanoseconds(started.time_since_epoch()).count();
+      open_items.begin(seen, header[4], header[5], began + kGateBeginsNs);
+      if (!compute.takes() || read_only.load(std::memory_order_relaxed)) open_items.close();
       return true;
     }
     refused.fetch_add(1, std::memory_order_relaxed);
@@ -289,12 +254,10 @@ struct ExpertService::State {
     int32_t seen = word(block.ack).load();  // what came before the start is answered, too
     for (uint64_t n = 1; next_request(seen);) {
       started = Clock::now();
-      if (word(block.abort).load() != 0 || !accept()) continue;
+      if (word(block.abort).load() != 0 || !accept(seen)) continue;
       // A leader that is lost takes the request with it; one that is late has told the others.
       if (fault.load(std::memory_order_relaxed) != ServiceFault::late && !survive(0, n)) return;
       seq = seen;
-      gate_began.store(std::chrono::nanoseconds(started.time_since_epoch()).count() + kGateBeginsNs, std::memory_order_relaxed);
-      if (open > 0 && (!compute.takes() || read_only.load(std::memory_order_relaxed))) tell(0, true);
       log.head(n, 0, compute.nbytes());
       log.head(n, 1, std::chrono::nanoseconds(started.time_since_epoch()).count());
       round.fetch_add(1);
@@ -426,7 +389,7 @@ void ExpertService::set_tile_use(const TileUse& use) { state_->compute.set_tile_
 void ExpertService::set_read_only(bool on) { state_->read_only.store(on); }
 void ExpertService::set_helping(bool on) { state_->compute.set_helping(on); }
 void ExpertService::set_yielding(bool on) { state_->yields.store(on); }
-void ExpertService::set_taking(Taking which) { state_->taking.store(which); }
+void ExpertService::set_taking(Taking which) { state_->open_items.set_taking(which); }
 void ExpertService::start_log(int64_t* rows, int64_t rounds) { state_->log.start(rows, rounds, state_->options.threads); }
 void ExpertService::stop_log() { state_->log.stop(); }
 

@@ -22,7 +22,14 @@ import torch
 from benchmarks.residency import decode, model
 from benchmarks.residency import geometry as geo
 from benchmarks.residency.cpu_log import rounds_of
-from benchmarks.residency.decoding import Later, measured, run_tokens, settled_rates
+from benchmarks.residency.decoding import (
+    Later,
+    check,
+    measured,
+    run_tokens,
+    settled_rates,
+    wrong_slots,
+)
 from benchmarks.residency.timeline import MARKS, Stamped, intervals
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts.executor import HybridExecutor
@@ -96,13 +103,20 @@ def summary(layers: dict[str, Any]) -> dict[str, Any]:
     late = (begun + a["cpu"] - ready)[both]
     per_slice = np.polyfit(a["computed"][both], a["cpu"][both], 1)
     fetch = np.polyfit(a["fetched"][both], a["gather"][both], 1)
+
+    def rounded(values: Any) -> list[float]:
+        return [round(float(v), 2) for v in values]
+
+    def off(line: Any, count: str, took: str) -> float:
+        return round(float((a[took][both] - np.polyval(line, a[count][both])).std()), 1)
+
     return {
         "layers": int(both.sum()),
-        "late": [round(float(v), 1) for v in (late.mean(), late.std(), *np.percentile(late, [10, 50, 90]))],
-        "cpu_us_slice_and_fixed": [round(float(v), 2) for v in per_slice],
-        "cpu_off_line_std": round(float((a["cpu"][both] - np.polyval(per_slice, a["computed"][both])).std()), 1),
-        "gather_us_slice_and_fixed": [round(float(v), 2) for v in fetch],
-        "gather_off_line_std": round(float((a["gather"][both] - np.polyval(fetch, a["fetched"][both])).std()), 1),
+        "late": rounded((late.mean(), late.std(), *np.percentile(late, [10, 50, 90]))),
+        "cpu_us_slice_and_fixed": rounded(per_slice),
+        "cpu_off_line_std": off(per_slice, "computed", "cpu"),
+        "gather_us_slice_and_fixed": rounded(fetch),
+        "gather_off_line_std": off(fetch, "fetched", "gather"),
         "from_plan_to_request": round(float(begun), 1),
         "mean": {name: round(float(v[both].mean()), 2) for name, v in a.items()},
     }  # fmt: skip
@@ -151,7 +165,9 @@ def main() -> None:
                     options, device, stores[way.slices], nbytes, way, tokens, later, capture, say
                 )
             )
-    say("in_turn", in_turn(made, tokens))
+    for variant in made:
+        variant.settle(tokens[:TOKENS], say)
+    in_turn(made, tokens, say)
     for variant in made:
         with seen_by_itself(say, variant.name):
             each[variant.name] = variant.look(tokens[:TOKENS], later, capture, say)
@@ -171,8 +187,8 @@ def seen_by_itself(say: Any, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """slices: of an expert; prefetch: slices sent before a plan; most: fetches that the CPU may take; off: what
-    is not used of the rest."""
+    """slices: of an expert; prefetch: slices sent before a plan; most: fetches that the CPU may take; off:
+    what is not used of the rest."""
 
     slices: int
     prefetch: int
@@ -186,8 +202,8 @@ class Way:
 
 
 class Variant:
-    """One executor and its graphs; rates settled as the engine settles them, then fixed. Its CPU service runs
-    only while it is looked at: services share the CPUs."""
+    """One executor and its graphs; rates settled as the engine settles them, then fixed. Its CPU service
+    runs only while it is looked at: services share the CPUs."""
 
     def __init__(
         self, options: Any, device: CudaDevice, store: Any, nbytes: int, way: Way,
@@ -206,8 +222,12 @@ class Variant:
         self.executor.step_begins(1)
         self.graphs = capture()
         run_tokens(self.graphs, tokens[:16], self.executor)
-        rates = decode.rates_of(options, store.layout.slice_nbytes)
-        found = settled_rates(self.graphs, tokens[:TOKENS], self.executor, rates, None)
+        self.rest()
+
+    def settle(self, tokens: list[int], say: Any) -> None:
+        self.wake()
+        rates = decode.rates_of(self.options, self.executor.store.layout.slice_nbytes)
+        found = settled_rates(self.graphs, tokens, self.executor, rates, None)
         say(f"{self.name}: settled", found)
         self.rest()
 
@@ -238,6 +258,8 @@ class Variant:
         say(f"{self.name}: timeline", found["timeline"])
         say(f"{self.name}: balance", summary(found["layers"]))
         say(f"{self.name}: rounds", rounds_of(log, tuple(range(self.options.threads))))
+        errors = [check(executor, store, layer) for layer in (0, 5)]
+        say(f"{self.name}: wrong_slots, errors", [wrong_slots(executor, store), *errors])
         self.rest()
         return found["layers"]
 
@@ -250,7 +272,7 @@ def switch_off(executor: HybridExecutor, off: tuple[str, ...]) -> None:
     executor.publishes = "publish" not in off
 
 
-def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict[str, list[float]]:
+def in_turn(variants: list[Variant], tokens: list[int], say: Any, rounds: int = 5) -> None:
     """Tokens a second of each, one after the other: the machine's rates drift."""
     found: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for _ in range(rounds):
@@ -260,7 +282,7 @@ def in_turn(variants: list[Variant], tokens: list[int], rounds: int = 6) -> dict
             speed = run_tokens(variant.graphs, tokens[:48], variant.executor)["tok_s"]
             found[variant.name].append(round(speed, 2))
             variant.rest()
-    return found
+        say("in_turn", found)
 
 
 if __name__ == "__main__":

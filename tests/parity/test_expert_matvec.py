@@ -63,7 +63,7 @@ def _setup(layout: SlabLayout, slabs: torch.Tensor, shape: oracle.PlanShape, tok
     launcher = launch.ExpertLauncher(
         slices, state, arena, bases, act,
         launch.RequestOffsets(
-            *(at // 4 for at in (where.ack, where.abort, where.taken, where.pace, where.ready, where.x, where.out))
+            *(getattr(where, name) // 4 for name in launch.RequestOffsets.__annotations__)
         ),
         multiprocessors=1,
         tuning=launch.Tuning(

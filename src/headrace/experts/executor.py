@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 # Tokens of a step that is guessed: what was measured. The kernels take more.
 FORESEEN_TOKENS = 1
 
-# Fetches of a layer that the CPU may take while they travel. Of experts in five slices.
-MOST_OPEN = 2
+# Fetches of a layer that the CPU may take while they travel.
+MOST_OPEN = 0
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]

@@ -209,7 +209,7 @@ class HostPaths:
         self.shape = shape
         self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
-        self._taking = taking or (lambda plan: plan.num_open // 2)
+        self._taking = taking or _half
         layout: SlabLayout = store.layout
         self.arena = torch.zeros(shape.all_slots, layout.slice_nbytes, dtype=torch.uint8)
         self._prefetched = NOTHING_PREFETCHED
@@ -421,6 +421,10 @@ class HostPaths:
     def answer(self) -> Answer | None:
         """The host waits for the CPU itself."""
         return None
+
+
+def _half(plan: LayerPlan) -> int:
+    return plan.num_open // 2
 
 
 def _rows(values: Any) -> Any:

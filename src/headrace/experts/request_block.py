@@ -8,17 +8,20 @@ All fields are little-endian and 64-byte aligned; offsets are in bytes from the 
 
 - ``seq``, ``ack``, ``abort``: int32, each alone in its cache line, so that polling one does not
   disturb the others
-- ``taken``: int32, what the service takes of the open items: (seq << 8) | closed << 7 | number, modulo 2^32
-- ``pace``: int64, what the GPU says of its fetches: seq << 32 | left << 16 | slice, the nanoseconds that they
-  will take still, the open ones included, in units of 64, and those of one slice in units of 32
-- ``ready``: int32 [READY_PARTS]: the number of the x whose part of READY_COLS columns is there, written behind it;
-  a request of one token names it, and the service prepares x as soon as all parts have one number. The layers of
-  all steps have numbers that follow each other from 1 on: (number - 1) % layers is the layer
-- ``header``: int32 [16]: layer, num_tokens, num_items, num_pairs, num_open, num_fetches, number of x (0: all of
-  x is there), then zeros
-- ``items``: int32 [max_items, 4]: expert, slice, first_pair, num_pairs; ``num_items`` sorted by (expert, slice),
-  then ``num_open`` that the GPU fetches, too, as the last of its ``num_fetches``, from the last one back: the
-  service may take the first of them, the first two and so on, and tells so in ``taken`` until it is closed
+- ``taken``: int32, what the service takes of the open items: (seq << 8) | closed << 7 | number, modulo
+  2^32
+- ``pace``: int64, what the GPU says of its fetches: seq << 32 | left << 16 | slice, the nanoseconds that
+  they will take still, the open ones included, in units of 64, and those of one slice in units of 32
+- ``ready``: int32 [READY_PARTS]: the number of the x whose part of READY_COLS columns is there, written
+  behind it; a request of one token names it, and the service prepares x as soon as all parts have one
+  number. The layers of all steps have numbers that follow each other from 1 on: (number - 1) % layers is
+  the layer
+- ``header``: int32 [16]: layer, num_tokens, num_items, num_pairs, num_open, num_fetches, number of x (0:
+  all of x is there), then zeros
+- ``items``: int32 [max_items, 4]: expert, slice, first_pair, num_pairs; ``num_items`` sorted by (expert,
+  slice), then ``num_open`` that the GPU fetches, too, as the last of its ``num_fetches``, from the last
+  one back: the service may take the first of them, the first two and so on, and tells so in ``taken``
+  until it is closed
 - ``pair_token``: int32 [max_pairs]; ``pair_weight``: float32 [max_pairs]: the tokens that use an
   item's expert, ascending. Items of one expert share one range of pairs.
 - ``x``: float32 [max_tokens, hidden], the normalised rows

@@ -55,8 +55,8 @@ class Foresight(Protocol):
         ...
 
     def normed(self, layer: int, x: torch.Tensor, /) -> None:
-        """x as the mixture's call will have it, float32 [T, D] of any length, before its router is asked; that
-        call must follow."""
+        """x as the mixture's call will have it, float32 [T, D] of any length, before its router is asked;
+        that call must follow."""
         ...
 
     def attended(self, layer: int, x: torch.Tensor, valid: torch.Tensor | None, /) -> None:
@@ -67,7 +67,8 @@ class Foresight(Protocol):
 
 @runtime_checkable
 class AddsResidual(Protocol):
-    """An executor that adds the layer's residual, float32 [T, D], to its sum for nothing; else it is ``__call__``."""
+    """An executor that adds the layer's residual, float32 [T, D], to its sum for nothing; ``__call__`` in all
+    else."""
 
     def with_residual(
         self,

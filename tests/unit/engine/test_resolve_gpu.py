@@ -403,6 +403,19 @@ def test_chunks_are_as_long_as_streaming_makes_worth_it():
     assert choose(gpt_oss(), machine(16 * GIB), known, context=4096).max_batch_tokens == 4096
 
 
+def test_who_decodes_does_not_wait_longer_for_a_longer_chunk():
+    """16,384 tokens at 111 us take 1.8 s, 8,192 as long as their stream of 54 GB, 1.1 s."""
+    known = _rates(
+        pcie_h2d=50.0, dram_read=130.0, hbm_read=4500.0, gpu_flops_bf16=330e3, gpu_flops_f32=51e3
+    )
+    made = choose(gpt_oss(), machine(16 * GIB), known, context=32_768)
+    assert made.chunks is not None
+    assert made.max_batch_tokens == 16_384 + 2048
+    assert made.chunks.beside == 8192 + 1024
+    (choice,) = [c for c in made.choices if c.name == "max_batch_tokens"]
+    assert "9,216 while others decode" in choice.reason
+
+
 def test_chunks_stay_short_where_the_gpu_or_nobody_binds():
     slow = _rates(pcie_h2d=50.0, dram_read=130.0, gpu_flops_bf16=5e3)
     assert choose(gpt_oss(), machine(16 * GIB), slow).max_batch_tokens == 2048 + 256

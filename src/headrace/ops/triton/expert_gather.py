@@ -115,17 +115,14 @@ def expert_gather(
     if OPEN > 0:
         seq = tl.load(state + STATE_SEQ)
         first_open = wanted - tl.load(counts + COUNT_OPEN)
-    for item in range(tl.program_id(0), total, GATHERING):
+    item = tl.program_id(0) + wanted * 0
+    # Warps may see at different times that the CPU has taken something, and end at different times.
+    while item < closed_from * num_chunks:
         entry = fetches + (item // num_chunks) * 4
         chunk = item % num_chunks
         at = chunk * WORDS + w
         ok = at < HOST_NBYTES // 8
         fresh = item * 0 + 1
-        if OPEN > 0:
-            ok = ok & (item // num_chunks < closed_from)
-            # Asked for in time: the answer is here with this chunk's bytes, for the next one.
-            near = (first_open < wanted) & (item // num_chunks + 1 >= first_open)
-            closed_from = wanted - taken_now(block, seq, near, AT_TAKEN)
         if MAX_PREFETCH > 0:
             place = tl.load(origins + item // num_chunks)
             g = tl.maximum(place, 0) * num_chunks + chunk
@@ -140,6 +137,10 @@ def expert_gather(
         target = target.to(tl.pointer_type(tl.int64))
         from_ = tl.max_contiguous(tl.multiple_of(source + at, 2), 2)
         value = tl.load(from_, mask=ok, other=0, eviction_policy="evict_first")
+        if OPEN > 0:
+            # Behind the loads: the answer is here with this chunk's bytes, for the next one.
+            near = (first_open < wanted) & (item // num_chunks + 1 >= first_open)
+            closed_from = wanted - taken_now(block, seq, near, AT_TAKEN)
         tl.store(target + at, value, mask=ok)
         if MAX_PREFETCH > 0:
             target = arena + home.to(tl.int64) * SLICE_NBYTES
@@ -151,12 +152,14 @@ def expert_gather(
                 tell_pace(
                     block, seq, clock_ns() - start, copied, left, AT_PACE, num_chunks, GATHERING
                 )  # fmt: skip
+        item += GATHERING
     tl.debug_barrier()
     if (tl.program_id(0) == 0) & (total > 0):
         spent = totals + TOTAL_FETCH_NS
         tl.store(spent, tl.load(spent) + clock_ns() - start)
-    if OPEN > 0:
-        if (tl.program_id(0) == 0) & (first_open < wanted):
+    if OPEN > 0:  # noqa: SIM102 (one is known when the kernel is compiled)
+        # The last one mostly has a chunk less than the first: nobody waits for what it reads then.
+        if (tl.program_id(0) == GATHERING - 1) & (first_open < wanted):
             settle_open(
                 block, state, counts, totals, fetches, slot_of, owner_of, on_gpu, layer, seq, wanted,
                 AT_TAKEN, AT_ABORT, SPINS, E, S, SLOTS, OPEN, OPEN_POWER, THREADS,

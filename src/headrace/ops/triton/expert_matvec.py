@@ -24,6 +24,7 @@ from headrace.ops.triton.expert_plan import (
     TOTAL_STALL_NS,
     TOTAL_STALLS,
     clock_ns,
+    host_word,
 )
 from headrace.ops.triton.expert_rows import bf16_rows, gated, store_partial
 from headrace.ops.triton.overlap import release, wait, wait_and_release
@@ -143,7 +144,7 @@ def expert_await(
     if tl.load(counts + COUNT_CPU) > 0:
         seq = tl.load(state + STATE_SEQ)
         spins = 0
-        missing = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
+        missing = (host_word(block + AT_ACK, 32) != seq).to(tl.int32)
         # What came before is done: from here on it is the CPU that is waited for.
         wait(PDL)
         start = clock_ns()
@@ -151,8 +152,8 @@ def expert_await(
         given_up = missing * 0
         while (missing != 0) & (given_up == 0):
             spins += 1
-            missing = (tl.load(block + AT_ACK, volatile=True) != seq).to(tl.int32)
-            abort = tl.load(block + AT_ABORT, volatile=True)
+            missing = (host_word(block + AT_ACK, 32) != seq).to(tl.int32)
+            abort = host_word(block + AT_ABORT, 32)
             given_up = ((abort != 0) | (spins >= SPINS)).to(tl.int32)
         tl.store(totals + TOTAL_STALLS, tl.load(totals + TOTAL_STALLS) + stalled)
         spent = totals + TOTAL_STALL_NS

@@ -4,7 +4,7 @@ The plan gives the CPU less than its share and leaves the last fetches *open*: t
 too (``experts.request_block``), and the CPU takes them, from the last one back, as long as it would be done
 before PCIe is. So both end together whatever their rates are in this layer. Only the CPU decides, and what it
 has taken it never gives back: a slice that the gather has copied nevertheless is not computed here. Once the
-CPU has closed the choice, the gather's first program writes it down for the kernels that follow.
+CPU has closed the choice, one program of the gather writes it down for the kernels that follow.
 """
 
 # Kernels are Triton's language, not Python: their parameters have no Python types.
@@ -20,7 +20,8 @@ from headrace.ops.triton.expert_plan import (
     COUNT_ADMITTED,
     COUNT_HERE,
     STATE_FAILED,
-    seen_by_all,
+    host_word,
+    host_word_of_warp,
 )
 
 CLOSED = tl.constexpr(128)
@@ -39,8 +40,8 @@ def _concerns(word, seq):
 
 @triton.jit
 def taken_now(block, seq, near, AT_TAKEN: tl.constexpr):
-    """Open fetches that the CPU has taken as far as can be seen; 0 unless ``near``. Threads may disagree."""
-    word = tl.load(block + AT_TAKEN, mask=near, other=0, volatile=True)
+    """Open fetches that the CPU has taken as far as can be seen; 0 unless ``near``. Warps may disagree."""
+    word = host_word_of_warp(block + AT_TAKEN, near.to(tl.int32))
     return tl.where(_concerns(word, seq), word & MOST_TAKEN, 0)
 
 
@@ -70,15 +71,15 @@ def settle_open(
 
     Ends at the latest after SPINS reads, or when the abort word is set: then the step has failed.
     """
-    word = seen_by_all(block + AT_TAKEN, THREADS)
+    word = host_word(block + AT_TAKEN, THREADS)
     spins = wanted * 0
     closed = (_concerns(word, seq) & ((word & CLOSED) != 0)).to(tl.int32)
     given_up = wanted * 0
     while (closed | given_up) == 0:
         spins += 1
-        word = seen_by_all(block + AT_TAKEN, THREADS)
+        word = host_word(block + AT_TAKEN, THREADS)
         closed = (_concerns(word, seq) & ((word & CLOSED) != 0)).to(tl.int32)
-        abort = seen_by_all(block + AT_ABORT, THREADS)
+        abort = host_word(block + AT_ABORT, THREADS)
         given_up = ((abort != 0) | (spins >= SPINS)).to(tl.int32)
     if closed == 0:
         tl.store(state + STATE_FAILED, 1)

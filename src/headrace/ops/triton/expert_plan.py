@@ -56,6 +56,7 @@ CONST_FLOOR = tl.constexpr(3)
 CONST_ADMISSION = tl.constexpr(6)
 CONST_TURN = tl.constexpr(7)
 
+LOWEST = tl.constexpr(-(1 << 31))
 INFINITY = tl.constexpr(0x7F800000)  # float32 bits; positive floats are ordered as their bits are
 
 COUNT_HITS = tl.constexpr(0)
@@ -101,6 +102,40 @@ def seen_by_all(word, THREADS: tl.constexpr):
     """What lies at ``word`` now, the same for all THREADS of a program: threads that read for themselves
     what another kernel is writing might disagree, and go different ways."""
     return tl.max(tl.load(word + tl.zeros([THREADS], tl.int32), volatile=True), 0)
+
+
+@triton.jit
+def host_word(word, THREADS: tl.constexpr):
+    """What lies at a word of pinned host memory now, the same for all THREADS of a program. One thread reads:
+    a volatile load of all of them would be as many reads over PCIe, 60 us of them for 16 programs."""
+    thread = tl.arange(0, THREADS)
+    own = tl.load(word + thread * 0, mask=thread == 0, other=LOWEST, volatile=True)
+    return tl.max(own, 0)
+
+
+@triton.jit
+def host_word_of_warp(word, wanted):
+    """The same, read by one thread of each warp unless ``wanted``, int32, is 0. Warps may disagree."""
+    if INTERPRETED:
+        return tl.load(word, mask=wanted != 0, other=0, volatile=True)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            .reg .b32 lane, got;
+            mov.u32 lane, %laneid;
+            mov.u32 got, 0;
+            setp.eq.u32 p, lane, 0;
+            @p setp.ne.s32 p, $2, 0;
+            @p ld.volatile.global.u32 got, [$1];
+            shfl.sync.idx.b32 $0, got, 0, 31, 0xffffffff;
+            }""",
+            "=r,l,r",
+            [word, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -383,25 +418,26 @@ def _admit(
 
     The order by turn is never made: fetches fall in value, apart from the ``num_foreseen`` first, and
     victims rise in worth, so all is over at the first refusal after those, and a victim is the smallest
-    of WINDOW numbers in registers: two reductions and 48 instructions for each admission, of which a
-    layer has three or four. Ranking 160 victims by comparison would be 65,536 of them each time, more
+    of WINDOW numbers in registers, worth and place in one: one reduction for each admission, of which a
+    layer has four or five. Ranking 160 victims by comparison would be 65,536 of them each time, more
     than the rest of the kernel.
     """
     n = tl.arange(0, WP)
     inside = n < found
     bits = tl.load(scratch + n, mask=inside, other=INFINITY)
+    key = (bits.to(tl.int64) << 32) | n.to(tl.int64)  # the earlier in the ranking among equals
+    gone = (tl.zeros([WP], tl.int64) + INFINITY) << 32
     given = tl.full([WP], -1, tl.int32)  # which fetch gets this victim's slot
     f = first + 0
     taken = first + 0
     going = (f < wanted).to(tl.int32)
     while going != 0:
         offer = tl.load(scratch + 2 * WINDOW + f)
-        lowest = tl.min(bits, 0)
-        place = tl.min(tl.where(bits == lowest, n, WP), 0)  # the earlier in the ranking
-        beats = (offer > lowest).to(tl.int32)
-        mine = (n == place) & (beats != 0)
+        least = tl.min(key, 0)
+        beats = (offer > (least >> 32).to(tl.int32)).to(tl.int32)
+        mine = (key == least) & (beats != 0)
         given = tl.where(mine, f, given)
-        bits = tl.where(mine, INFINITY, bits)
+        key = tl.where(mine, gone, key)
         taken += beats
         going = beats | (f < num_foreseen).to(tl.int32)
         f += going
