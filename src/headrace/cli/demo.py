@@ -21,6 +21,7 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import InternalError
 from headrace.core.request import SamplingParams
 from headrace.core.words import counted
+from headrace.engine.plan_caution import caution
 from headrace.experts.replay import (
     best_static_set,
     replay_belady,
@@ -116,8 +117,10 @@ def table(rows: list[CacheRow], tokens: int, layers: int, experts: int) -> list[
             f"{row.residency:>4.0%} ({row.slots:>3})  {row.lru:>6.1%}   {row.static:>15.1%}   "
             f"{row.belady:>6.1%}"
         )
+    few = caution(tokens)
     return [
         *lines,
+        *(() if few is None else ("", few[0].upper() + few[1:] + ".")),
         "",
         "Shares of look-ups served, from an empty cache. LRU drops the least recently used expert; "
         "the\nstatic set is the best in hindsight; Belady knows the future, and nobody has more.",
@@ -176,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens": len(ids[0]),
             "layers": len(ids),
             "experts": experts,
+            "caution": caution(len(ids[0])),
             "caches": [dataclasses.asdict(row) for row in rows],
             "explain": report.to_data(),
         }

@@ -120,8 +120,8 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Generator[Interrupts, None, None]:
-        """Take over SIGINT inside the block; a no-op outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        """Take over SIGINT inside the block; a no-op outside the main thread and where it is ignored."""
+        if not _listens():
             yield self
             return
 
@@ -137,6 +137,12 @@ class Interrupts:
             signal.signal(signal.SIGINT, previous)
 
 
+def _listens() -> bool:
+    """Whether SIGINT is ours to handle: in the main thread, and not ignored (`nohup headrace ... &`)."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return threading.current_thread() is threading.main_thread() and not ignored
+
+
 @contextmanager
 def ctrl_c_ends_at_once() -> Generator[None]:
     """While a model loads, ctrl-C ends the process with 130 instead of raising an exception.
@@ -145,7 +151,7 @@ def ctrl_c_ends_at_once() -> Generator[None]:
     was lost, and the answer went on for minutes. Nothing is open yet that would need an orderly end;
     downloads resume.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _listens():
         yield
         return
 

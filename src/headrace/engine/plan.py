@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from headrace.core.errors import ConfigError
 from headrace.core.plan_spec import PlanSpec
@@ -24,7 +25,7 @@ from headrace.experts.chunk_choice import (
 from headrace.experts.prefill import MAX_CPU_TOKENS
 from headrace.explain.engine_model import EngineModel, engine_model, measured
 from headrace.explain.step_cost import KV_BITS, Placement, StepShape
-from headrace.explain.step_time import StepTime, step_time
+from headrace.explain.step_time import StepPrices, StepTime
 from headrace.machine.profile import MachineProfile
 
 # The shares of misses that a plan chooses from: quarters of an expert (the engine's slices) of four misses.
@@ -239,9 +240,10 @@ def _decoding(
     # Half of the context is cached in the middle of a conversation: the mean over its tokens.
     shape = StepShape("decode", workload.concurrency, 1, max(1, workload.context // 2))
 
+    prices = StepPrices(spec, shape, machine, engine)
+
     def decode(rate: float, share: float) -> StepTime:
-        place = placement_of(layout, workload, rate, share, kept)
-        return step_time(spec, shape, place, machine, engine)
+        return prices.at(placement_of(layout, workload, rate, share, kept))
 
     share = 0.0
     if layout.mode in ("ram", "disk"):
@@ -278,9 +280,14 @@ def _best_share(seconds: Callable[[float], float]) -> float:
     the function is convex, and halving finds its minimum.
     """
     low, high = 0, len(SHARES) - 1
+
+    @cache
+    def at(index: int) -> float:
+        return seconds(SHARES[index])
+
     while low < high:
         middle = (low + high) // 2
-        if seconds(SHARES[middle]) < seconds(SHARES[middle + 1]):
+        if at(middle) < at(middle + 1):
             high = middle
         else:
             low = middle + 1
@@ -332,11 +339,12 @@ def _chunk_time(
     past, size = at
     shape = StepShape("prefill", 1, size, past)
 
-    def routed(share: float) -> StepTime:
-        both = replace(place, at_once=MAX_CPU_TOKENS, fetch_share=share)
-        return step_time(spec, shape, both, machine, engine)
+    prices = StepPrices(spec, shape, machine, engine)
 
-    streamed = step_time(spec, shape, place, machine, engine)
+    def routed(share: float) -> StepTime:
+        return prices.at(replace(place, at_once=MAX_CPU_TOKENS, fetch_share=share))
+
+    streamed = prices.at(place)
     if layout.mode not in ("ram", "disk"):
         return streamed
     both = routed(_best_share(lambda share: routed(share).seconds))

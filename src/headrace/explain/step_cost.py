@@ -95,8 +95,21 @@ class Leaf:
 
 def step_leaves(spec: PlanSpec, shape: StepShape, placement: Placement) -> list[Leaf]:
     """Every leaf of the step, in the order in which they first run."""
+    before, after = fixed_leaves(spec, shape, placement)
+    return [*before, *expert_leaves(spec, shape, placement), *after]
+
+
+def fixed_leaves(
+    spec: PlanSpec, shape: StepShape, placement: Placement
+) -> tuple[list[Leaf], list[Leaf]]:
+    """What the experts' rates and shares in ``placement`` do not change: before the experts, and after."""
     builder = _Builder(spec, shape, placement)
-    return [*builder.dense_leaves(), *builder.expert_leaves(), *builder.ends()]
+    return builder.dense_leaves(), builder.ends()
+
+
+def expert_leaves(spec: PlanSpec, shape: StepShape, placement: Placement) -> list[Leaf]:
+    """Router and experts, by where they lie."""
+    return _Builder(spec, shape, placement).expert_leaves()
 
 
 @dataclass(frozen=True)

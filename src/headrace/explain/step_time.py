@@ -23,12 +23,14 @@ from headrace.core.plan_spec import PlanSpec
 from headrace.explain import leaf
 from headrace.explain.cost import SERIAL, Priced, Work, price
 from headrace.explain.engine_model import EngineModel
-from headrace.explain.step_cost import Leaf, Placement, StepShape, step_leaves
+from headrace.explain.step_cost import Leaf, Placement, StepShape, expert_leaves, fixed_leaves
 from headrace.machine.profile import MachineProfile
 
 # The memory channels bind where both paths' reads alone would take this share of the time: then a
 # faster link gains nothing.
 SATURATED = 0.9
+
+_Prices = list[tuple[Leaf, Priced]]
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,51 @@ def step_time(
     Raises:
         MachineError: the machine has no rate that the step needs.
     """
-    leaves = [*step_leaves(spec, shape, placement), *_launches(spec, placement, engine)]
-    machine = _in_a_graph(machine)
-    priced = [(one, price(one.work, machine, engine.efficiency(one, machine))) for one in leaves]
-    if shape.phase == "prefill" and not placement.at_once:
-        return _prefill(priced, max(1, spec.moe_layers))
-    return _decode(priced, engine, placement.hit_rate)
+    return StepPrices(spec, shape, machine, engine).at(placement)
+
+
+class StepPrices:
+    """Prices of one step under different placements of its experts. See ``step_time``.
+
+    A plan compares shares, hit rates and chunks by the hundred, and three of four leaves do not depend on
+    them: those are priced once.
+    """
+
+    def __init__(
+        self, spec: PlanSpec, shape: StepShape, machine: MachineProfile, engine: EngineModel
+    ) -> None:
+        self._spec, self._shape, self._engine = spec, shape, engine
+        self._machine = _in_a_graph(machine)
+        self._fixed: dict[Placement, tuple[_Prices, _Prices]] = {}
+        self._shares: dict[tuple[str, str, int], dict[str, float]] = {}
+
+    def at(self, placement: Placement) -> StepTime:
+        """The step under ``placement``.
+
+        Raises:
+            MachineError: the machine has no rate that the step needs.
+        """
+        bare = replace(placement, hit_rate=0.0, fetch_share=0.0, disk_share=0.0, at_once=0)
+        if bare not in self._fixed:
+            before, after = fixed_leaves(self._spec, self._shape, placement)
+            after += _launches(self._spec, placement, self._engine)
+            self._fixed[bare] = self._priced(before), self._priced(after)
+        before, after = self._fixed[bare]
+        experts = self._priced(expert_leaves(self._spec, self._shape, placement))
+        priced = [*before, *experts, *after]
+        if self._shape.phase == "prefill" and not placement.at_once:
+            return _prefill(priced, max(1, self._spec.moe_layers))
+        return _decode(priced, self._engine, placement.hit_rate)
+
+    def _priced(self, leaves: Sequence[Leaf]) -> _Prices:
+        return [(one, price(one.work, self._machine, self._efficiency(one))) for one in leaves]
+
+    def _efficiency(self, one: Leaf) -> dict[str, float]:
+        """The engine's shares, which know a leaf by these alone."""
+        key = one.id, one.path, one.blocks
+        if key not in self._shares:
+            self._shares[key] = self._engine.efficiency(one, self._machine)
+        return self._shares[key]
 
 
 def _in_a_graph(machine: MachineProfile) -> MachineProfile:

@@ -24,6 +24,7 @@ MACHINE_PROFILE_VERSION = 2
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
+Unit = Literal["GB/s", "GFLOP/s", "s"]
 
 # Rate names: lower-case words. A rate that was taken while another engine was busy ends in
 # "_overlapped", so that the two can stand side by side.
@@ -47,7 +48,7 @@ class Rate:
     """
 
     value: Positive
-    unit: Literal["GB/s", "GFLOP/s", "s"]
+    unit: Unit
     mode: Literal["alone", "overlapped"]
     source: Text
 

@@ -13,7 +13,7 @@ import torch
 
 from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.probe import Machine
-from headrace.machine.profile import Rate
+from headrace.machine.profile import Rate, Unit
 from headrace.machine.profile_store import profile_of
 
 _PCIE_NBYTES = 64 << 20
@@ -29,7 +29,7 @@ def starting_rates(machine: Machine, threads: int) -> tuple[Mapping[str, Rate], 
     profile, _ = profile_of(machine)
     if profile is not None:
         return profile.rates, False
-    probed = {
+    probed: dict[str, tuple[float | None, Unit]] = {
         "dram_read": (dram_read_gbps(threads), "GB/s"),
         "pcie_h2d": (pcie_h2d_gbps(), "GB/s"),
         "gpu_flops_bf16": (gpu_bf16_gflops(), "GFLOP/s"),
@@ -66,7 +66,7 @@ def gpu_bf16_gflops(size: int = _SQUARE) -> float | None:
     for _ in range(4):  # the first one loads cuBLAS
         torch.cuda.synchronize()
         start = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times) / 1e9

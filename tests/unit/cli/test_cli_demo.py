@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from headrace.cli.demo import PROMPTS, cache_rows, table
+from headrace.cli.demo import PROMPTS, CacheRow, cache_rows, table
 from headrace.cli.main import main
 from headrace.cli.routing_log import RoutingLog
 
@@ -29,6 +29,13 @@ def test_rows_by_hand() -> None:
     assert row.static == 6 / 8  # {0, 1}
     assert row.belady == 4 / 8  # cold: 0 three times, 1 once
     assert any("50% (  2)" in line and "37.5%" in line for line in table([row], 4, 1, 4))
+
+
+def test_few_tokens_are_shown_with_a_caution() -> None:
+    row = CacheRow(0.5, 2, 0.375, 0.5, 0.5)
+    few, many = (" ".join(table([row], tokens, 8, 32)) for tokens in (40, 300))
+    assert "40 tokens of routing say little" in few
+    assert "say little" not in many
 
 
 def test_the_demo_writes_and_replays(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,21 @@ def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals are ignored by the shell that starts it")
+def test_an_ignored_interrupt_stops_neither_loading_nor_an_answer() -> None:
+    code = (
+        "import os, signal\n"
+        "from headrace.cli.session import Interrupts, ctrl_c_ends_at_once\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "with ctrl_c_ends_at_once(), Interrupts().caught() as asked:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    sum(range(1000))\n"
+        "print('went on' if not asked.asked else 'asked')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_a_pipe_by_a_models_name_is_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
