@@ -37,8 +37,10 @@ def expert_loads(
 
     ``threads``: to make the experts with.
     """
-    one = {fmt: partial(open_load, kernels, fmt, threads) for fmt in formats}
-    many = {
+    one: dict[str, Callable[[], AbstractContextManager[Load]]] = {
+        fmt: partial(open_load, kernels, fmt, threads) for fmt in formats
+    }
+    many: dict[str, Callable[[], AbstractContextManager[Load]]] = {
         fmt + MANY: partial(open_load, kernels, fmt, threads, tokens=MANY_TOKENS) for fmt in formats
     }
     return one | many
