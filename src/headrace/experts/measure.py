@@ -107,8 +107,8 @@ def _ask(block: torch.Tensor, fields: RequestBlock, layout: SlabLayout, chosen: 
         for pair, expert in enumerate(sorted(chosen))
         for s in range(layout.num_slices)
     ]
-    header = block[fields.header : fields.header + 28].view(torch.int32)
-    header.copy_(torch.tensor([0, 1, len(rows), len(chosen), 0, 0, 0], dtype=torch.int32))
+    header = block[fields.header : fields.header + 20].view(torch.int32)
+    header.copy_(torch.tensor([0, 1, len(rows), len(chosen), 0], dtype=torch.int32))
     items = block[fields.items : fields.items + 16 * len(rows)].view(torch.int32)
     items.copy_(torch.tensor(rows, dtype=torch.int32).flatten())
     block[fields.pair_token : fields.pair_token + 4 * len(chosen)].zero_()
