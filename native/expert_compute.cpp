@@ -13,11 +13,10 @@ constexpr int64_t kUnitColumns = 4;  // columns of the intermediate dimension th
 constexpr int64_t kHiddenUnit = 4;   // rows of down that stay together, as the products take them
 constexpr int64_t kStripRows = 64;    // rows computed before their results are used: one block of columns
 constexpr int64_t kStripTokens = 32;
-// What a unit costs with n tokens, so that workers are given equal shares: max(kReadCost, n * kTokenCost). Two
-// tokens take as long as one, whose rows have to be read; 4, 8 and 16 take 1.8, 3.1 and 6.1 times as long (MXFP4,
-// 15 threads of a Sapphire Rapids, 2026-11).
-constexpr int64_t kReadCost = 5, kTokenCost = 2;
-constexpr int64_t kTiledCost = 8;  // pairs that add one to kReadCost where tiles are used
+// What a unit costs with n tokens, so that workers are given equal shares: max(kReadCost, n * kTokenCost) or, with tiles,
+// kTiledCost + n. Two tokens take 1.1 times as long as one, whose rows have to be read; 4, 8 and 16 take 1.6, 2.5 and
+// 4.7 times as long, with tiles 8 and 16 take 1.9 and 3 times (MXFP4, 15 threads of a Sapphire Rapids, 2026-11).
+constexpr int64_t kReadCost = 10, kTokenCost = 3, kTiledCost = 14;
 constexpr int64_t kTermAlignment = 64;
 // The smallest pieces of work: 5 us of a thread's reading, 24 KB of MXFP4 in gate and up and, with some ten items, about as
 // many in down. Smaller ones end closer together but read worse.
@@ -108,8 +107,8 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
   expert_kernels_ = &expert_kernels();
   items_.clear();
   total_cost_ = 0;
-  const TileKernels* tiles = tiles_ != nullptr && r.tokens >= tile_use_.tokens ? kernels_->tiles : nullptr;
-  if (tiles != nullptr) tiles_->begin(*tiles);
+  const TileKernels* tiles = tiles_ != nullptr ? kernels_->tiles : nullptr;
+  if (tiles != nullptr) tiles_->begin(*tiles, layout_.format, layout_.down_format, tile_use_);
   tiled_ = false;
   all_tiled_ = true;
   int64_t row = 0;
@@ -118,10 +117,11 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
     if (item[3] == 0) continue;  // nobody's: it adds nothing
     const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
     TiledItem tiled;
-    if (tiles != nullptr && item[3] >= tile_use_.pairs) tiled = tiles_->add(item[2], item[3]);
-    tiled_ |= tiled.used;
-    all_tiled_ &= tiled.used;
-    const int64_t cost = tiled.used ? kReadCost + item[3] / kTiledCost : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
+    if (const TileWay way = tiles != nullptr ? tiles_->way(r.tokens, item[3]) : TileWay::none; way != TileWay::none)
+      tiled = tiles_->add(way, item[2], item[3]);
+    tiled_ |= tiled.used();
+    all_tiled_ &= tiled.used();
+    const int64_t cost = tiled.used() ? kTiledCost + item[3] : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
     items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_, tiled});
     row += item[3];
     total_cost_ += cost * units_;
@@ -210,7 +210,12 @@ void ExpertCompute::product(const Matrix& m, int64_t row0, int64_t rows, const I
                             bool gate_up, float* out, const Ahead& ahead, int worker, int place) {
   float* to[kStripTokens];
   for (int64_t j = 0; j < pairs; ++j) to[j] = out + j * kStripRows;
-  if (item.tiled.used) {
+  if (item.tiled.used()) {
+    if (item.tiled.way != TileWay::whole) {
+      const uint8_t* next = pair0 != 0 ? nullptr : ahead.rows > rows ? m.data + (row0 + rows) * m.row_nbytes : ahead.next;
+      tiles_->multiply_at_once(m, row0, rows, item.tiled, gate_up, pair0, pairs, to, next);
+      return;
+    }
     if (pair0 == 0) tiles_->expand(m, row0, rows, worker, place);
     tiles_->multiply(m, rows, item.tiled, gate_up, pair0, pairs, to, worker, place);
     return;
@@ -249,7 +254,7 @@ void ExpertCompute::completed(int64_t index, int64_t c0, int64_t c1) {
   const auto n = static_cast<int32_t>(c1 - c0);
   if (done_[static_cast<size_t>(index * blocks_ + b)].fetch_add(n, std::memory_order_acq_rel) + n !=
       std::min(kTermBlock, layout_.width - b * kTermBlock)) return;
-  if (item.tiled.used) {
+  if (item.tiled.used()) {
     tiles_->pack_between(item.tiled, item.pairs, b, &between_[static_cast<size_t>(item.row * layout_.width)]);
     return;
   }
@@ -293,7 +298,7 @@ int64_t ExpertCompute::gate_up(int worker) {
     const uint8_t* next = r.end > before + units_ && i + 1 < count ? items_[static_cast<size_t>(i + 1)].slice.gate_up.data
                                                                    : down.data + hidden_cut(worker) * down.row_nbytes;
     columns(item, c0, c1, last, next, worker);
-    if (act_has_terms_ || item.tiled.used) completed(i, c0, c1);
+    if (act_has_terms_ || item.tiled.used()) completed(i, c0, c1);
   }
   return done;
 }

@@ -95,7 +95,9 @@ void bind_experts(nb::module_& m) {
       .def("set_reading", [](ExpertService& s, int rows, int64_t near_nbytes, int64_t far_nbytes) {
         s.set_reading({rows, near_nbytes, far_nbytes});
       })
-      .def("set_tile_use", [](ExpertService& s, int64_t tokens, int64_t pairs) { s.set_tile_use({tokens, pairs}); })
+      .def("set_tile_use", [](ExpertService& s, int64_t tokens, int64_t pairs, int64_t narrow_pairs, int64_t block_pairs) {
+             s.set_tile_use({tokens, pairs, narrow_pairs, block_pairs});
+           })
       .def("set_read_only", &ExpertService::set_read_only)
       .def("set_helping", &ExpertService::set_helping)
       .def("set_yielding", &ExpertService::set_yielding)

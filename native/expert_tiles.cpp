@@ -6,22 +6,33 @@ ExpertTiles::ExpertTiles(int64_t hidden, int64_t width, int threads)
     : hidden_(hidden), width_(width),
       scratch_words_(kTiledRows * tile_steps(std::max(hidden, width)) * kStep * kTileTerms),
       scratch_(2 * threads * scratch_words_) {
-  inputs_.words_each = token_block_words(hidden);
-  between_.words_each = token_block_words(width);
+  static_assert(block_nbytes(kBlockTokens) <= 2 * kTileTerms * kTileWords);
+  inputs_.words_each = token_block_words(narrow_steps(hidden) * kStep);
+  between_.words_each = token_block_words(narrow_steps(width) * kStep);
 }
 
-void ExpertTiles::begin(const TileKernels& tiles) {
+void ExpertTiles::begin(const TileKernels& tiles, Format first, Format second, const TileUse& use) {
   tiles_ = &tiles;
+  first_ = first;
+  second_ = second;
+  use_ = use;
   ranges_.clear();
   inputs_.count = between_.count = 0;
 }
 
-TiledItem ExpertTiles::add(int64_t first_pair, int64_t pairs) {
+TileWay ExpertTiles::way(int64_t tokens, int64_t pairs) const {
+  const auto both = [&](bool (*has)(Format, int64_t)) { return has(first_, hidden_) && has(second_, width_); };
+  if (tokens < use_.tokens) return pairs >= use_.block_pairs && both(has_block_tiles) ? TileWay::blocks : TileWay::none;
+  if (pairs >= use_.narrow_pairs && pairs <= kNarrowTokens && both(has_narrow)) return TileWay::narrow;
+  return pairs >= use_.pairs ? TileWay::whole : TileWay::none;
+}
+
+TiledItem ExpertTiles::add(TileWay way, int64_t first_pair, int64_t pairs) {
   if (ranges_.empty() || ranges_.back().first != first_pair || ranges_.back().pairs != pairs) {
-    ranges_.push_back({first_pair, pairs, inputs_.count});
+    ranges_.push_back({way, first_pair, pairs, inputs_.count});
     inputs_.count += tiles_of(pairs);
   }
-  const TiledItem item{true, ranges_.back().block, between_.count};
+  const TiledItem item{way, ranges_.back().block, between_.count};
   between_.count += tiles_of(pairs);
   return item;
 }
@@ -39,6 +50,16 @@ void ExpertTiles::reserve() {
   between_.reserve();
 }
 
+// Steps [step, step + steps) of up to sixteen rows into their block.
+void ExpertTiles::pack(TileWay way, Format f, const float* const* x, int64_t tokens, int64_t cols, int64_t step, int64_t steps,
+                       uint16_t* to) const {
+  if (way == TileWay::whole) return tiles_->pack(x, tokens, cols, step, steps, to);
+  for (int64_t s = step; s < step + steps; ++s) {
+    if (way == TileWay::narrow) tiles_->pack_narrow(x, tokens, cols, f, s, to);
+    else tiles_->blocks.pack(x, tokens, s, reinterpret_cast<uint8_t*>(to));
+  }
+}
+
 void ExpertTiles::pack_inputs(const float* x, const int32_t* pair_token, int64_t at, int64_t end) {
   const int64_t steps = tile_steps(hidden_);
   for (const Range& r : ranges_) {
@@ -47,7 +68,7 @@ void ExpertTiles::pack_inputs(const float* x, const int32_t* pair_token, int64_t
       const int64_t n = std::min(kTile, r.pairs - pair), run = std::min(steps - step, end - at);
       const float* rows[kTile];
       for (int64_t j = 0; j < n; ++j) rows[j] = x + pair_token[r.first + pair + j] * hidden_;
-      tiles_->pack(rows, n, hidden_, step, run, inputs_.block(b));
+      pack(r.way, first_, rows, n, hidden_, step, run, inputs_.block(b));
       at += run;
     }
   }
@@ -58,8 +79,17 @@ void ExpertTiles::pack_between(const TiledItem& item, int64_t pairs, int64_t ste
     const int64_t n = std::min(kTile, pairs - j);
     const float* from[kTile];
     for (int64_t i = 0; i < n; ++i) from[i] = rows + (j + i) * width_;
-    tiles_->pack(from, n, width_, step, 1, between_.block(item.between + j / kTile));
+    pack(item.way, second_, from, n, width_, step, 1, between_.block(item.between + j / kTile));
   }
+}
+
+void ExpertTiles::multiply_at_once(const Matrix& m, int64_t row0, int64_t rows, const TiledItem& item, bool gate_up,
+                                   int64_t pair0, int64_t pairs, float* const* out, const uint8_t* next) const {
+  const uint16_t* const* blocks = blocks_of(item, gate_up, pair0);
+  if (item.way == TileWay::narrow) return tiles_->multiply_narrow({&m, row0, rows, blocks, pairs, out, next});
+  for (int64_t j = 0; j < pairs; j += kTile)  // after the first tokens the rows lie in the L2 cache
+    tiles_->blocks.multiply({&m, row0, rows, reinterpret_cast<const uint8_t*>(blocks[j / kTile]), std::min(kTile, pairs - j), out + j,
+                             j == 0 ? next : nullptr});
 }
 
 void ExpertTiles::expand(const Matrix& m, int64_t row0, int64_t rows, int worker, int place) {
@@ -68,9 +98,8 @@ void ExpertTiles::expand(const Matrix& m, int64_t row0, int64_t rows, int worker
 
 void ExpertTiles::multiply(const Matrix& m, int64_t rows, const TiledItem& item, bool gate_up, int64_t pair0, int64_t pairs,
                            float* const* out, int worker, int place) const {
-  const auto block = static_cast<size_t>((gate_up ? item.input : item.between) + pair0 / kTile);
-  tiles_->multiply({scratch(worker, place), weight_terms(m.format), rows, tile_steps(m.cols),
-                    &(gate_up ? inputs_ : between_).at[block], pairs, out});
+  tiles_->multiply({scratch(worker, place), weight_terms(m.format), rows, tile_steps(m.cols), blocks_of(item, gate_up, pair0),
+                    pairs, out});
 }
 
 }  // namespace headrace

@@ -55,21 +55,26 @@ struct Half {
   const Kernels& k;
   const TileKernels* tiles;
   const std::vector<const float*>& x;
+  const Format format;  // of all its weights, or f32 where they have several
   std::unique_ptr<PackedRows> packed;
 
-  Half(const Kernels& kernels, const TileKernels* t, const Plan& plan, const std::vector<const float*>& rows, int64_t cols)
-      : k(kernels), tiles(t), x(rows) {
-    if (t != nullptr) packed = std::make_unique<PackedRows>(*t, x.data(), plan.start.data(), static_cast<int64_t>(plan.experts.size()), cols);
+  Half(const Kernels& kernels, const TileKernels* t, const Plan& plan, const std::vector<const float*>& rows, int64_t cols,
+       Format weights)
+      : k(kernels), tiles(t), x(rows), format(weights) {
+    if (t != nullptr)
+      packed = std::make_unique<PackedRows>(*t, x.data(), plan.start.data(), static_cast<int64_t>(plan.experts.size()), cols, format);
   }
 
   int64_t scratch(const Matrix& m, int64_t rows) const {
     return std::max(tiles != nullptr ? tiled_floats(rows, m) : 0, tile_scratch(rows, m.cols));
   }
 
+  bool narrow(const Matrix& m, int64_t tokens) const { return tiles != nullptr && takes_narrow(format, m.cols, tokens); }
   bool tiled(int64_t tokens) const { return tiles != nullptr && tokens >= kTiledPairs; }
 
   // What products with these rows read, once for all tokens of an expert.
   void expand(const Matrix& m, int64_t row0, int64_t rows, int64_t tokens, float* expanded) const {
+    if (narrow(m, tokens)) return;
     if (tiled(tokens)) tiles->expand(m, row0, rows, reinterpret_cast<uint16_t*>(expanded));
     else if (shares_copy(k, m, tokens)) k.expand_rows(m, row0, rows, expanded, padded(m.cols));
   }
@@ -78,7 +83,10 @@ struct Half {
   void product(const Matrix& m, int64_t row0, int64_t rows, int64_t i, int64_t first, int64_t c, int64_t count,
                int64_t tokens, float* const* to, float* expanded) const {
     const float* const* from = &x[static_cast<size_t>(first + c)];
-    if (tiled(tokens))
+    if (narrow(m, tokens))
+      tiles->multiply_narrow({&m, row0, rows, packed->blocks(i) + c / kTile, count, to,
+                              row0 + rows < m.rows ? m.data + (row0 + rows) * m.row_nbytes : nullptr});
+    else if (tiled(tokens))
       tiles->multiply({reinterpret_cast<const uint16_t*>(expanded), weight_terms(m.format), rows, tile_steps(m.cols),
                        packed->blocks(i) + c / kTile, count, to});
     else if (shares_copy(k, m, tokens)) k.gemm(expanded, padded(m.cols), rows, from, count, m.cols, to);
@@ -108,7 +116,12 @@ int64_t moe(const Experts& experts, const float* x, const int32_t* ids, const fl
   const auto tile_of = [&](const Matrix& m) { return tiles == nullptr ? 0 : tiled_rows(m); };
 
   for (size_t j = 0; j < plan.pairs.size(); ++j) from[j] = x + plan.pairs[j] / k * hidden;
-  const Half in(kern, tiles, plan, from, hidden);
+  const auto format_of = [](const std::vector<Matrix>& all) {
+    const auto same = [&](const Matrix& m) { return m.format == all[0].format; };
+    return std::all_of(all.begin(), all.end(), same) ? all[0].format : Format::f32;
+  };
+  const Format gate_format = format_of(experts.gate), first = gate_format == format_of(experts.up) ? gate_format : Format::f32;
+  const Half in(kern, tiles, plan, from, hidden, first);
   const int64_t gate_tile = std::min(tile_of(experts.gate[0]), tile_of(experts.up[0]));
   over_experts(plan, inner, hidden, gate_tile, [&](int64_t i, int64_t row0, int64_t rows, int worker) {
     const auto e = static_cast<size_t>(plan.experts[static_cast<size_t>(i)]);
@@ -142,7 +155,7 @@ int64_t moe(const Experts& experts, const float* x, const int32_t* ids, const fl
     from[j] = &between[static_cast<size_t>(plan.pairs[j] * inner)];
     to[j] = &results[static_cast<size_t>(plan.pairs[j] * hidden)];
   }
-  const Half out_of(kern, tiles, plan, from, inner);
+  const Half out_of(kern, tiles, plan, from, inner, format_of(experts.down));
   over_experts(plan, hidden, inner, tile_of(experts.down[0]), [&](int64_t i, int64_t row0, int64_t rows, int worker) {
     const auto e = static_cast<size_t>(plan.experts[static_cast<size_t>(i)]);
     const int64_t first = plan.start[static_cast<size_t>(i)], n = plan.start[static_cast<size_t>(i) + 1] - first;

@@ -83,15 +83,21 @@ PackedRows::PackedRows(const TileKernels& t, const float* const* x, int64_t toke
   *this = PackedRows(t, x, start, 1, cols);
 }
 
-PackedRows::PackedRows(const TileKernels& t, const float* const* x, const int64_t* start, int64_t groups, int64_t cols) {
+PackedRows::PackedRows(const TileKernels& t, const float* const* x, const int64_t* start, int64_t groups, int64_t cols,
+                       Format weights) {
   thread_local std::unique_ptr<TileMemory> memory;
-  std::vector<std::pair<int64_t, int64_t>> rows;  // of each block: first and count
+  struct Rows {
+    int64_t first, count;
+    bool narrow;
+  };
+  std::vector<Rows> rows;  // of each block
   for (int64_t g = 0; g < groups; ++g) {
     first_block_.push_back(static_cast<int64_t>(rows.size()));
-    for (int64_t at = start[g]; at < start[g + 1]; at += kTile) rows.emplace_back(at, std::min(kTile, start[g + 1] - at));
+    const bool narrow = takes_narrow(weights, cols, start[g + 1] - start[g]);
+    for (int64_t at = start[g]; at < start[g + 1]; at += kTile) rows.push_back({at, std::min(kTile, start[g + 1] - at), narrow});
   }
   const auto count = static_cast<int64_t>(rows.size());
-  const int64_t words = token_block_words(cols), steps = tile_steps(cols), parts = (steps + kPackSteps - 1) / kPackSteps;
+  const int64_t words = token_block_words(narrow_steps(cols) * kStep), steps = tile_steps(cols), parts = (steps + kPackSteps - 1) / kPackSteps;
   if (memory == nullptr || memory->size() < count * words) {
     memory.reset();
     memory = std::make_unique<TileMemory>(count * words);
@@ -99,9 +105,10 @@ PackedRows::PackedRows(const TileKernels& t, const float* const* x, const int64_
   uint16_t* to = memory->words();
   for (int64_t b = 0; b < count; ++b) blocks_.push_back(to + b * words);
   Pool::instance().run(count * parts, count * steps * kTileWords > kSerialWork, [&](int64_t item, int) {
-    const int64_t b = item / parts, step = item % parts * kPackSteps;
-    const auto [first, n] = rows[static_cast<size_t>(b)];
-    t.pack(x + first, n, cols, step, std::min(kPackSteps, steps - step), to + b * words);
+    const int64_t b = item / parts, step = item % parts * kPackSteps, n = std::min(kPackSteps, steps - step);
+    const Rows& r = rows[static_cast<size_t>(b)];
+    if (!r.narrow) return t.pack(x + r.first, r.count, cols, step, n, to + b * words);
+    for (int64_t s = step; s < step + n; ++s) t.pack_narrow(x + r.first, r.count, cols, weights, s, to + b * words);
   });
 }
 

@@ -36,8 +36,9 @@ class PackedRows {
  public:
   // One block after the other, x[0] to x[tokens - 1].
   PackedRows(const TileKernels& t, const float* const* x, int64_t tokens, int64_t cols);
-  // Groups [start[g], start[g + 1]) of x, each in blocks of its own.
-  PackedRows(const TileKernels& t, const float* const* x, const int64_t* start, int64_t groups, int64_t cols);
+  // Groups [start[g], start[g + 1]) of x, each in blocks of its own; those that `narrow` says for weights of the format.
+  PackedRows(const TileKernels& t, const float* const* x, const int64_t* start, int64_t groups, int64_t cols,
+             Format weights = Format::f32);
 
   const uint16_t* const* blocks(int64_t group = 0) const { return &blocks_[static_cast<size_t>(first_block_[static_cast<size_t>(group)])]; }
 
@@ -45,6 +46,11 @@ class PackedRows {
   std::vector<const uint16_t*> blocks_;
   std::vector<int64_t> first_block_;
 };
+
+// Whether so many tokens are multiplied in narrow products where tiles are used at all.
+inline bool takes_narrow(Format f, int64_t cols, int64_t tokens) {
+  return has_narrow(f, cols) && tokens >= kNarrowPairs && tokens <= kNarrowTokens;
+}
 
 // Rows of a matrix that are expanded at once, at most, a multiple of kTile: their tiles stay in half of a 2 MiB L2
 // cache.

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <string>
 
+#include "block_tiles.h"
 #include "matrix.h"
 
 namespace headrace {
@@ -51,6 +52,33 @@ struct TileProduct {
   float* const* out;              // out[token][row]
 };
 
+// Products of few tokens, whose weights would take longer to go through the L2 cache as tiles than from memory as
+// they are: four tiles of a row tile are expanded in the L1 cache while the four before are multiplied. For formats
+// that are exact in one term, and columns in multiples of 32.
+//
+//   activations  [block of 16 tokens][step][tile][16 pairs][16][2]: h and l of nine and more tokens have a tile each; of
+//                up to eight both are in one, h in columns 0 to 7 and l in 8 to 15. Steps are whole fours.
+//   MXFP4        columns within 128 stand as shuffles of nibbles leave them (isa/tiles_narrow.h)
+//
+// A product is h's sum plus l's, each in one float32 sum step by step: a token's bits depend neither on the number of
+// tokens nor on the others.
+constexpr int64_t kNarrowTokens = 32;
+constexpr int64_t kNarrowPairs = 3;
+constexpr int64_t kNarrowSteps = 4;
+
+inline bool has_narrow(Format f, int64_t cols) { return (f == Format::mxfp4 || f == Format::bf16) && cols % kStep == 0; }
+inline int64_t narrow_steps(int64_t cols) { return (tile_steps(cols) + kNarrowSteps - 1) / kNarrowSteps * kNarrowSteps; }
+constexpr int64_t narrow_tiles(int64_t tokens) { return tokens <= kTile / 2 ? 1 : 2; }  // of a step, one block
+
+struct NarrowProduct {
+  const Matrix* m;
+  int64_t row0, rows;
+  const uint16_t* const* blocks;  // one for sixteen tokens
+  int64_t tokens;                 // up to kNarrowTokens
+  float* const* out;              // out[token][row]
+  const uint8_t* next;            // what will be read after these rows, as many bytes; or null
+};
+
 struct TileKernels {
   const char* name;
   // Columns [32 step0, 32 (step0 + steps)) of up to sixteen rows of activations; `to` is their block's start.
@@ -58,6 +86,11 @@ struct TileKernels {
   // Rows [row0, row0 + count) of the matrix.
   void (*expand)(const Matrix& m, int64_t row0, int64_t count, uint16_t* to);
   void (*multiply)(const TileProduct& p);
+  // Columns [32 block, 32 block + 32) of up to sixteen rows of activations for weights of the format; `to` is the
+  // start of their memory, which holds the whole steps.
+  void (*pack_narrow)(const float* const* x, int64_t tokens, int64_t cols, Format weights, int64_t block, uint16_t* to);
+  void (*multiply_narrow)(const NarrowProduct& p);
+  BlockTileKernels blocks;
 };
 
 // AMX, or null and why not. The same tiles on vdpbf16ps, for tests: no faster than float32.

@@ -33,6 +33,10 @@ def part_rows(part: Part) -> list[str]:
         first = [f"`{part.name}`", part.title, memory] if i == 0 else ["", "", ""]
         unit = UNITS.get(name, "TFLOP/s")
         rows.append("| " + " | ".join([*first, name, f"{number(value)} {unit}", source]) + " |")
+    if part.specs:
+        units = {"gpu": ("sms", "units"), "host": ("cores", "cores")}[part.kind]
+        size = f"{memory}, {part.raw[units[0]]:,} {units[1]}"
+        rows.append("| " + " | ".join(["", "", "", "memory", size, part.specs]) + " |")
     return rows
 
 

@@ -133,7 +133,7 @@ class Bench:
             nbytes += self.experts * self.store.layout.slab_nbytes
         return nbytes / spent / 1e9
 
-    def quiet_gbps(self, seconds: float, *, read: bool) -> float:
+    def quiet_gbps(self, seconds: float, *, read: bool, tokens: int = 1) -> float:
         """The same where whoever asks sleeps meanwhile, and so leaves its core alone."""
         self.service.read_only(read)
         seq, ack = (
@@ -141,7 +141,7 @@ class Bench:
         )
         before, end = self.service.stats(), time.perf_counter() + seconds
         while time.perf_counter() < end:
-            self.fill(self.experts, self.store.layout.num_slices, 1)
+            self.fill(self.experts, self.store.layout.num_slices, tokens)
             seq += 1
             while int(ack) != int(seq):
                 time.sleep(1e-4)

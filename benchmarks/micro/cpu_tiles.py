@@ -4,8 +4,8 @@
 
 Prints one JSON object. Dense products: GFLOP/s (two operations for each weight and token) of the kernels
 on float32 registers and of tiles, in turn, the best of the runs in its time. Experts: requests for whole
-experts at random, every token using each of them, in GB/s of slices and in the time of one token's
-request; without tiles and with them, in turn. `--isa avx512_bf16` runs the same tiles without AMX.
+experts at random, every token using each of them, in GB/s of slices, in each way that there is (one that a format
+does not have is as `none`), in turn. `--isa avx512_bf16` runs the same tiles without AMX.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from headrace.ops.cpu import control
 from headrace.ops.cpu.linear import linear, tiled_linear
 
 NEVER = 1 << 30
+# How an item's products can be computed: the fewest tokens of a request and of an item for each (tune_tiles).
+WAYS = {
+    "none": {"tokens": NEVER, "pairs": NEVER, "narrow_pairs": NEVER, "block_pairs": NEVER},
+    "blocks": {"tokens": NEVER, "pairs": NEVER, "narrow_pairs": NEVER, "block_pairs": 1},
+    "narrow": {"tokens": 1, "pairs": NEVER, "narrow_pairs": 1, "block_pairs": NEVER},
+    "whole": {"tokens": 1, "pairs": 1, "narrow_pairs": NEVER, "block_pairs": NEVER},
+}
 COLS = 2048  # as weights() makes them
 
 
@@ -50,14 +57,14 @@ def experts(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with Bench(store, args.threads, cpus, args.experts, most) as bench:
         reads: list[float] = []
         for tokens in args.expert_tokens:
-            rates: dict[int, list[float]] = {NEVER: [], 1: []}
+            rates: dict[str, list[float]] = {way: [] for way in WAYS}
             for _ in range(args.rounds):
-                reads.append(bench.gbps(args.expert_seconds, read=True))
-                for first, found_so_far in rates.items():
-                    bench.service.tune_tiles(tokens=first, pairs=1)
-                    rate = bench.gbps(args.expert_seconds, read=False, tokens=tokens)
+                reads.append(bench.quiet_gbps(args.expert_seconds, read=True))
+                for way, found_so_far in rates.items():
+                    bench.service.tune_tiles(**WAYS[way])
+                    rate = bench.quiet_gbps(args.expert_seconds, read=False, tokens=tokens)
                     found_so_far.append(rate)
-            found[str(tokens)] = [round(max(r), 1) for r in rates.values()]
+            found[str(tokens)] = {way: round(max(r), 1) for way, r in rates.items()}
         found["read_gbps"] = round(max(reads), 1)
     return found
 

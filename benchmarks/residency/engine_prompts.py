@@ -70,7 +70,7 @@ def run(path: Path, most: int | None, args: argparse.Namespace) -> dict[str, Any
     begun = time.perf_counter()
     engine = Engine.load(
         EngineConfig(
-            str(path), device="cuda", context=CONTEXT, experts="hybrid", max_num_seqs=4,
+            str(path), device="cuda", context=CONTEXT, experts="hybrid", max_num_seqs=2,
             vram_budget_nbytes=int(args.vram_gib * 2**30), max_batch_tokens=most,
         )
     )  # fmt: skip

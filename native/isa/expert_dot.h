@@ -1,54 +1,26 @@
 // The products of expert_kernels.h, once for all instruction sets. The file that includes this one has
-// included its vec_*.h and defines HEADRACE_MANY_TOKENS and
+// included its vec_*.h and defines HEADRACE_MANY_TOKENS, HEADRACE_PAIR_TOKENS and
 //   struct Codes;                                  MXFP4 codes of four blocks: unsigned bytes of both nibbles
 //   Codes codes_of(const uint8_t* p, int blocks)   blocks <= 4
-//   V exact(const Codes&, const PairTerms&)        the integer sums of sixteen lanes, as float
-//   V scales_of(uint32_t bytes)                    2^(byte k - 127) in lanes 4k to 4k + 3
+//   struct Ints;                                   sixteen lanes of int32
+//   Ints exact(const Codes&, const PairTerms&)     the sums of sixteen lanes, of which four are a block's
+//   V block_sums(a, b, c, d, const PairTerms&)     lane 4k + r: the r-th's sum of block k and its offset, as float
+//   V scales_of(const uint32_t* bytes)             lane 4k + r: 2^(byte k of bytes[r] - 127)
 //   struct Nibbles;                                64 codes, unsigned bytes
 //   void nibbles_of(const uint8_t* p, Nibbles& low, Nibbles& high)
 //   V exact_nibbles(const Nibbles&, const int8_t* high, const int8_t* low)
 //   V two(float first, float second)               eight lanes of each
 #pragma once
-#include <cmath>
 #include <cstring>
 
 #include "../expert_kernels.h"
+#include "block_integers.h"
 
 namespace headrace::HEADRACE_NS {
 
-// Tokens and rows that share registers: sums, terms and codes of all of them should fit.
-constexpr int kManyTokens = HEADRACE_MANY_TOKENS, kManyRows = HEADRACE_MANY_TOKENS;
-
-// 32 activations as integers v with x = s v. Portable, so that every instruction set rounds in the same places;
-// compilers vectorise the loops. NaN and infinity make s NaN, so that they reach the output.
-static inline float integers(const float* x, int32_t* v) {
-  uint32_t peak_bits = 0;
-  for (int i = 0; i < 32; ++i) {
-    uint32_t u;
-    std::memcpy(&u, x + i, 4);
-    u &= 0x7fffffff;
-    peak_bits = u > peak_bits ? u : peak_bits;
-  }
-  float peak;
-  std::memcpy(&peak, &peak_bits, 4);
-  const bool finite = peak_bits < 0x7f800000, empty = !finite || peak < 0x1p-100f;
-  const float scale = empty ? 1.0f : peak / 32512.0f;
-  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to nearest even
-  for (int i = 0; i < 32; ++i) {
-    const float shifted = (empty ? 0.0f : x[i]) / scale + kWhole;
-    std::memcpy(&v[i], &shifted, 4);
-    v[i] -= 0x4b400000;
-  }
-  return finite ? scale : std::nanf("");
-}
-
-static inline void split(const int32_t* v, int n, int8_t* high, int8_t* low) {
-  for (int j = 0; j < n; ++j) {
-    const int32_t h = (v[j] + 128) >> 8;
-    high[j] = static_cast<int8_t>(h);
-    low[j] = static_cast<int8_t>(v[j] - h * 256);
-  }
-}
+// Tokens and rows of Q4_K that share registers: sums, terms and codes of all of them should fit. Four rows of MXFP4 have
+// one sum for each token.
+constexpr int kManyTokens = HEADRACE_MANY_TOKENS, kManyRows = HEADRACE_MANY_TOKENS, kPairTokens = HEADRACE_PAIR_TOKENS;
 
 static void quantise(const float* x, Format format, uint8_t* row, int64_t block) {
   int32_t v[32];
@@ -63,9 +35,9 @@ static void quantise(const float* x, Format format, uint8_t* row, int64_t block)
       halves[1][j] = v[2 * j + 1];
     }
     for (int half = 0; half < 2; ++half) split(halves[half], 16, to.high[half] + 16 * b, to.low[half] + 16 * b);
+    int32_t sum = 0;
+    for (int j = 0; j < 32; ++j) sum += v[j];
     for (int q = 0; q < 4; ++q) {
-      int32_t sum = 0;
-      for (int j = 4 * q; j < 4 * q + 4; ++j) sum += halves[0][j] + halves[1][j];
       to.offset[4 * b + q] = -12 * sum;
       to.scale[4 * b + q] = 0.5f * scale;
     }
@@ -81,43 +53,71 @@ static void quantise(const float* x, Format format, uint8_t* row, int64_t block)
   terms[group & ~int64_t{1}].sum[block % 8] = scale * static_cast<float>(sum);
 }
 
-// What R rows times T tokens add up to, lane by lane. `near` and `far` (or null) are where the bytes to ask for
-// begin.
-template <int R, int T>
-static inline void pair_sums(const Matrix& m, int64_t row0, const uint8_t* const* terms, const uint8_t* near,
-                             const uint8_t* far, V (&acc)[R][T]) {
-  constexpr int64_t kStep = 64;  // bytes of four blocks
+// Four rows from `row0` on, the last of them again where there are fewer.
+struct Quad {
+  const uint8_t *rows[4], *scales[4];
+  Quad(const Matrix& m, int64_t row0, int64_t count) {
+    for (int64_t r = 0; r < 4; ++r) {
+      const int64_t row = row0 + (r < count ? r : count - 1);
+      rows[r] = m.data + row * m.row_nbytes;
+      scales[r] = m.scales + row * m.scale_row_nbytes;
+    }
+  }
+};
+
+// Group `g` of four blocks, or `rest` of them: each row's and token's sums of whole blocks, times both scales, added in
+// the lanes of their blocks.
+template <int T>
+static inline void add_group(const Quad& q, int64_t g, int blocks, const PairTerms* const* x, V* acc) {
+  Codes c[4];
+  uint32_t bytes[4] = {};
+  for (int r = 0; r < 4; ++r) {
+    c[r] = codes_of(q.rows[r] + g * 64, blocks);
+    if (blocks == kTermBlocks) std::memcpy(&bytes[r], q.scales[r] + 4 * g, 4);
+    else for (int b = 0; b < blocks; ++b) bytes[r] |= static_cast<uint32_t>(q.scales[r][4 * g + b]) << (8 * b);
+  }
+  const V s = scales_of(bytes);
+  for (int t = 0; t < T; ++t) {
+    const PairTerms& terms = x[t][g];
+    const V sums = block_sums(exact(c[0], terms), exact(c[1], terms), exact(c[2], terms), exact(c[3], terms), terms);
+    acc[t] = fma(sums, mul(s, load(terms.scale)), acc[t]);
+  }
+}
+
+// out[t][at + r] of 4 Q rows from `row0` on, of which `count` exist, and T tokens. `near` and `far` (or null) are where
+// the bytes to ask for begin.
+template <int Q, int T>
+static inline void pair_block(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* terms, float* const* out,
+                              int64_t at, const uint8_t* near, const uint8_t* far) {
   const int64_t blocks = m.cols / kTermBlock, whole = blocks / kTermBlocks;
-  const uint8_t* rows = m.data + row0 * m.row_nbytes;
-  const uint8_t* scales = m.scales + row0 * m.scale_row_nbytes;
   const PairTerms* x[T];
   for (int t = 0; t < T; ++t) x[t] = reinterpret_cast<const PairTerms*>(terms[t]);
-  for (int64_t g = 0; g < whole; ++g) {
-    for (int r = 0; r < R; ++r) {
-      const int64_t ahead = r * m.row_nbytes + g * kStep;
+  V acc[Q][T];
+  for (int i = 0; i < Q; ++i)
+    for (int t = 0; t < T; ++t) acc[i][t] = zero();
+  const Quad quads[2] = {Quad(m, row0, count), Quad(m, row0 + (Q > 1 ? 4 : 0), Q > 1 ? count - 4 : count)};
+  const auto ask = [&](int64_t g) {
+    for (int64_t r = 0; r < 4 * Q && r < count; ++r) {
+      const int64_t ahead = r * m.row_nbytes + g * 64;
       prefetch(near + ahead);
       if (far != nullptr) prefetch_far(far + ahead);
-      const uint8_t* row = rows + r * m.row_nbytes;
-      const Codes c = codes_of(row + g * kStep, 4);
-      uint32_t bytes;
-      std::memcpy(&bytes, scales + r * m.scale_row_nbytes + 4 * g, 4);
-      const V s = scales_of(bytes);
-      for (int t = 0; t < T; ++t) acc[r][t] = fma(exact(c, x[t][g]), mul(s, load(x[t][g].scale)), acc[r][t]);
     }
+  };
+  for (int64_t g = 0; g < whole; ++g) {
+    ask(g);
+    for (int i = 0; i < Q; ++i) add_group<T>(quads[i], g, kTermBlocks, x, acc[i]);
   }
   if (const int rest = static_cast<int>(blocks % kTermBlocks); rest != 0) {
-    for (int r = 0; r < R; ++r) {
-      const uint8_t* row = rows + r * m.row_nbytes;
-      prefetch(near + r * m.row_nbytes + whole * kStep);
-      if (far != nullptr) prefetch_far(far + r * m.row_nbytes + whole * kStep);
-      const Codes c = codes_of(row + whole * kStep, rest);
-      uint32_t bytes = 0;
-      for (int b = 0; b < rest; ++b)
-        bytes |= static_cast<uint32_t>(scales[r * m.scale_row_nbytes + whole * kTermBlocks + b]) << (8 * b);
-      const V s = scales_of(bytes);
-      for (int t = 0; t < T; ++t) acc[r][t] = fma(exact(c, x[t][whole]), mul(s, load(x[t][whole].scale)), acc[r][t]);
-    }
+    ask(whole);
+    for (int i = 0; i < Q; ++i) add_group<T>(quads[i], whole, rest, x, acc[i]);
   }
+  for (int i = 0; i < Q; ++i)
+    for (int t = 0; t < T; ++t) {
+      alignas(64) float lanes[16];
+      store(lanes, acc[i][t]);
+      for (int64_t r = 0; r < 4 && 4 * i + r < count; ++r)
+        out[t][at + 4 * i + r] = (lanes[r] + lanes[8 + r]) + (lanes[4 + r] + lanes[12 + r]);
+    }
 }
 
 // Eight 6-bit scales or minima of a superblock times `factor`, in the first eight lanes: see expand.h.
@@ -163,15 +163,14 @@ static inline void split_sums(const Matrix& m, int64_t row0, const uint8_t* cons
   }
 }
 
-template <Format F, int R, int T>
-static inline void expert_block(const Matrix& m, int64_t row0, const uint8_t* const* x, float* const* out, int64_t at,
-                                const uint8_t* near, const uint8_t* far) {
+template <int R, int T>
+static inline void split_block(const Matrix& m, int64_t row0, const uint8_t* const* x, float* const* out, int64_t at,
+                               const uint8_t* near, const uint8_t* far) {
   constexpr int kSums = (R * T + 7) / 8 * 8;
   V acc[R][T];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) acc[r][t] = zero();
-  if constexpr (F == Format::mxfp4) pair_sums<R, T>(m, row0, x, near, far, acc);
-  else split_sums<R, T>(m, row0, x, near, far, acc);
+  split_sums<R, T>(m, row0, x, near, far, acc);
   if constexpr (R * T < 4) {
     for (int t = 0; t < T; ++t)
       for (int r = 0; r < R; ++r) out[t][at + r] = hsum(acc[r][t]);
@@ -195,16 +194,18 @@ static inline const uint8_t* target(const Matrix& m, int64_t row0, int64_t i, co
   return ahead.next == nullptr ? here : ahead.next + beyond;
 }
 
+// R rows from row0 + i on, of which `rows` exist.
 template <Format F, int R, int T>
-static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, const uint8_t* const* x, float* const* out,
-                               bool first, const Ahead& ahead, const Reading& reading) {
-  if (!first) {  // asked for by the first tokens
-    expert_block<F, R, T>(m, row0 + i, x, out, i, m.data + (row0 + i) * m.row_nbytes, nullptr);
-    return;
+static inline void expert_rows(const Matrix& m, int64_t row0, int64_t i, int64_t rows, const uint8_t* const* x,
+                               float* const* out, bool first, const Ahead& ahead, const Reading& reading) {
+  const uint8_t *near = m.data + (row0 + i) * m.row_nbytes, *far = nullptr;
+  if (first) {  // else asked for by the first tokens
+    near = target(m, row0, i, ahead, reading.near_nbytes);
+    if (reading.far_nbytes != 0) far = target(m, row0, i, ahead, reading.far_nbytes);
+    if constexpr (F == Format::mxfp4) prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
   }
-  if constexpr (F == Format::mxfp4) prefetch(m.scales + (row0 + i) * m.scale_row_nbytes + reading.near_nbytes / 16);
-  const uint8_t* far = reading.far_nbytes == 0 ? nullptr : target(m, row0, i, ahead, reading.far_nbytes);
-  expert_block<F, R, T>(m, row0 + i, x, out, i, target(m, row0, i, ahead, reading.near_nbytes), far);
+  if constexpr (F == Format::mxfp4) pair_block<R / 4, T>(m, row0 + i, rows, x, out, i, near, far);
+  else split_block<R, T>(m, row0 + i, x, out, i, near, far);
 }
 
 // T tokens by all rows: their terms stay in the L1 cache, and the rows in the L2 cache for the next tokens.
@@ -214,31 +215,34 @@ static void expert_tokens(const Matrix& m, int64_t row0, int64_t count, const ui
   int64_t i = 0;
   if constexpr (T == 1)
     if (reading.rows >= 8)
-      for (; i + 8 <= count; i += 8) expert_rows<F, 8, T>(m, row0, i, x, out, first, ahead, reading);
-  if constexpr (T == 1 || kManyRows >= 4)
-    if (T > 1 || reading.rows >= 4)
-      for (; i + 4 <= count; i += 4) expert_rows<F, 4, T>(m, row0, i, x, out, first, ahead, reading);
-  for (; i + 2 <= count; i += 2) expert_rows<F, 2, T>(m, row0, i, x, out, first, ahead, reading);
-  for (; i < count; ++i) expert_rows<F, 1, T>(m, row0, i, x, out, first, ahead, reading);
+      for (; i + 8 <= count; i += 8) expert_rows<F, 8, T>(m, row0, i, 8, x, out, first, ahead, reading);
+  if constexpr (F == Format::mxfp4) {
+    for (; i < count; i += 4) expert_rows<F, 4, T>(m, row0, i, count - i < 4 ? count - i : 4, x, out, first, ahead, reading);
+  } else {
+    if constexpr (T == 1 || kManyRows >= 4)
+      if (T > 1 || reading.rows >= 4)
+        for (; i + 4 <= count; i += 4) expert_rows<F, 4, T>(m, row0, i, 4, x, out, first, ahead, reading);
+    for (; i + 2 <= count; i += 2) expert_rows<F, 2, T>(m, row0, i, 2, x, out, first, ahead, reading);
+    for (; i < count; ++i) expert_rows<F, 1, T>(m, row0, i, 1, x, out, first, ahead, reading);
+  }
 }
 
-template <Format F>
+// The same for n <= T tokens.
+template <Format F, int T>
+static void some_tokens(int64_t n, const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, float* const* out,
+                        bool first, const Ahead& ahead, const Reading& reading) {
+  if constexpr (T > 1)
+    if (n < T) return some_tokens<F, T - 1>(n, m, row0, count, x, out, first, ahead, reading);
+  expert_tokens<F, T>(m, row0, count, x, out, first, ahead, reading);
+}
+
+template <Format F, int Most>
 static void expert_dot_of(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, int64_t tokens,
                        float* const* out, const Ahead& ahead, const Reading& reading) {
   for (int64_t left = tokens; left > 0;) {
-    // Groups of equal size: five tokens are 3 + 2, not 4 + 1.
-    const int64_t groups = (left + kManyTokens - 1) / kManyTokens, n = (left + groups - 1) / groups;
-    const bool first = left == tokens;
-    switch (n) {
-      case 1: expert_tokens<F, 1>(m, row0, count, x, out, first, ahead, reading); break;
-      case 2: expert_tokens<F, 2>(m, row0, count, x, out, first, ahead, reading); break;
-#if HEADRACE_MANY_TOKENS >= 4
-      case 3: expert_tokens<F, 3>(m, row0, count, x, out, first, ahead, reading); break;
-      default: expert_tokens<F, 4>(m, row0, count, x, out, first, ahead, reading); break;
-#else
-      default: break;
-#endif
-    }
+    // Groups of equal size: nine tokens are 5 + 4, not 8 + 1.
+    const int64_t groups = (left + Most - 1) / Most, n = (left + groups - 1) / groups;
+    some_tokens<F, Most>(n, m, row0, count, x, out, left == tokens, ahead, reading);
     x += n;
     out += n;
     left -= n;
@@ -247,8 +251,8 @@ static void expert_dot_of(const Matrix& m, int64_t row0, int64_t count, const ui
 
 static void expert_dot(const Matrix& m, int64_t row0, int64_t count, const uint8_t* const* x, int64_t tokens,
                        float* const* out, const Ahead& ahead, const Reading& reading) {
-  if (m.format == Format::mxfp4) expert_dot_of<Format::mxfp4>(m, row0, count, x, tokens, out, ahead, reading);
-  else expert_dot_of<Format::q4_k>(m, row0, count, x, tokens, out, ahead, reading);
+  if (m.format == Format::mxfp4) expert_dot_of<Format::mxfp4, kPairTokens>(m, row0, count, x, tokens, out, ahead, reading);
+  else expert_dot_of<Format::q4_k, kManyTokens>(m, row0, count, x, tokens, out, ahead, reading);
 }
 
 }  // namespace headrace::HEADRACE_NS

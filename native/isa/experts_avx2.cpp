@@ -2,6 +2,7 @@
 // 2 * 24 * 128 and four 12,288, so sixteen bits never saturate and the sums are exact.
 #define HEADRACE_NS experts_avx2
 #define HEADRACE_MANY_TOKENS 2
+#define HEADRACE_PAIR_TOKENS 4
 #include "vec_avx2.h"
 
 #include "../expert_kernels.h"
@@ -33,22 +34,33 @@ static inline __m256i eight_products(const Codes& c, const int8_t (*terms)[64], 
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-static inline __m256 exact_half(const Codes& c, const PairTerms& t, int i) {
+struct Ints { __m256i half[2]; };
+
+static inline __m256i exact_half(const Codes& c, const PairTerms& t, int i) {
   const __m256i high = _mm256_slli_epi32(eight_products(c, t.high, i), 8), low = eight_products(c, t.low, i);
-  const __m256i offset = _mm256_load_si256(reinterpret_cast<const __m256i*>(t.offset + 8 * i));
-  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(high, low), offset));
+  return _mm256_add_epi32(high, low);
 }
 
-static inline V exact(const Codes& c, const PairTerms& t) { return {exact_half(c, t, 0), exact_half(c, t, 1)}; }
+static inline Ints exact(const Codes& c, const PairTerms& t) { return {{exact_half(c, t, 0), exact_half(c, t, 1)}}; }
 
-static inline V scales_of(uint32_t bytes) {
-  const __m256i all = _mm256_set1_epi32(static_cast<int>(bytes));
-  const auto pick = [&](char first, char second) {
-    const __m256i shuffle = _mm256_setr_epi8(first, -1, -1, -1, first, -1, -1, -1, first, -1, -1, -1, first, -1, -1, -1,
-                                             second, -1, -1, -1, second, -1, -1, -1, second, -1, -1, -1, second, -1, -1, -1);
+static inline V block_sums(const Ints& a, const Ints& b, const Ints& c, const Ints& d, const PairTerms& t) {
+  const auto half = [&](int i) {
+    const __m256i ab = _mm256_hadd_epi32(a.half[i], b.half[i]), cd = _mm256_hadd_epi32(c.half[i], d.half[i]);
+    const __m256i offset = _mm256_load_si256(reinterpret_cast<const __m256i*>(t.offset + 8 * i));
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_hadd_epi32(ab, cd), offset));
+  };
+  return {half(0), half(1)};
+}
+
+static inline V scales_of(const uint32_t* bytes) {
+  const __m128i four = _mm_setr_epi32(static_cast<int>(bytes[0]), static_cast<int>(bytes[1]), static_cast<int>(bytes[2]), static_cast<int>(bytes[3]));
+  const __m256i all = _mm256_broadcastsi128_si256(four);
+  const auto pick = [&](char k) {  // byte k of each word, then byte k + 1
+    const __m256i shuffle = _mm256_or_si256(
+        _mm256_setr_epi32(k, k + 4, k + 8, k + 12, k + 1, k + 5, k + 9, k + 13), _mm256_set1_epi32(static_cast<int>(0x80808000)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_shuffle_epi8(all, shuffle), 23));
   };
-  return {pick(0, 1), pick(2, 3)};
+  return {pick(0), pick(2)};
 }
 
 struct Nibbles { __m256i a, b; };

@@ -1,6 +1,7 @@
 // The experts' product in portable C++.
 #define HEADRACE_NS experts_scalar
 #define HEADRACE_MANY_TOKENS 2
+#define HEADRACE_PAIR_TOKENS 2
 #include "vec_scalar.h"
 
 #include "../expert_kernels.h"
@@ -20,24 +21,37 @@ static inline Codes codes_of(const uint8_t* p, int blocks) {
   return c;
 }
 
-static inline V exact(const Codes& c, const PairTerms& t) {
-  V sums;
+struct Ints { int32_t v[16]; };
+
+static inline Ints exact(const Codes& c, const PairTerms& t) {
+  Ints sums;
   for (int lane = 0; lane < 16; ++lane) {
-    int32_t high = 0, low = t.offset[lane];
+    int32_t high = 0, low = 0;
     for (int half = 0; half < 2; ++half)
       for (int j = 4 * lane; j < 4 * lane + 4; ++j) {
         high += c.half[half][j] * t.high[half][j];
         low += c.half[half][j] * t.low[half][j];
       }
-    sums.v[lane] = static_cast<float>(high * 256 + low);
+    sums.v[lane] = high * 256 + low;
   }
   return sums;
 }
 
-static inline V scales_of(uint32_t bytes) {
+static inline V block_sums(const Ints& a, const Ints& b, const Ints& c, const Ints& d, const PairTerms& t) {
+  const Ints* rows[4] = {&a, &b, &c, &d};
+  V sums;
+  for (int k = 0; k < 4; ++k)
+    for (int r = 0; r < 4; ++r) {
+      const int32_t* v = rows[r]->v + 4 * k;
+      sums.v[4 * k + r] = static_cast<float>(v[0] + v[1] + v[2] + v[3] + t.offset[4 * k + r]);
+    }
+  return sums;
+}
+
+static inline V scales_of(const uint32_t* bytes) {
   V s;
   for (int lane = 0; lane < 16; ++lane) {
-    const uint32_t u = (bytes >> 8 * (lane / 4) & 255) << 23;
+    const uint32_t u = (bytes[lane % 4] >> 8 * (lane / 4) & 255) << 23;
     std::memcpy(&s.v[lane], &u, 4);
   }
   return s;

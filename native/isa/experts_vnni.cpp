@@ -2,6 +2,7 @@
 // both terms.
 #define HEADRACE_NS experts_vnni
 #define HEADRACE_MANY_TOKENS 4
+#define HEADRACE_PAIR_TOKENS 8
 #include "vec_avx512.h"
 
 #include "../expert_kernels.h"
@@ -18,20 +19,28 @@ static inline Codes codes_of(const uint8_t* p, int blocks) {
           _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask))};
 }
 
-static inline V exact(const Codes& c, const PairTerms& t) {
+using Ints = __m512i;
+
+static inline Ints exact(const Codes& c, const PairTerms& t) {
   const __m512i high = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), c.low, _mm512_load_si512(t.high[0])),
                                            c.high, _mm512_load_si512(t.high[1]));
-  const __m512i low = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_load_si512(t.offset), c.low, _mm512_load_si512(t.low[0])),
-                                          c.high, _mm512_load_si512(t.low[1]));
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+  return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), c.low, _mm512_load_si512(t.low[0])), c.high,
+                             _mm512_load_si512(t.low[1]));
 }
 
-static inline V scales_of(uint32_t bytes) {
-  // Byte k of four into the lowest byte of the four lanes of block k.
-  const __m512i pick = _mm512_or_si512(_mm512_set1_epi32(static_cast<int>(0x80808000)),
-                                       _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
-  const __m512i spread = _mm512_shuffle_epi8(_mm512_set1_epi32(static_cast<int>(bytes)), pick);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(spread, 23));
+static inline V block_sums(Ints a, Ints b, Ints c, Ints d, const PairTerms& t) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(sums, _mm512_load_si512(t.offset)));
+}
+
+static inline V scales_of(const uint32_t* bytes) {
+  // Byte k of word r into the lowest byte of lane 4 k + r.
+  const __m512i pick = _mm512_or_si512(
+      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), _mm512_set1_epi32(static_cast<int>(0x80808000)));
+  const __m128i four = _mm_setr_epi32(static_cast<int>(bytes[0]), static_cast<int>(bytes[1]), static_cast<int>(bytes[2]), static_cast<int>(bytes[3]));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(four), pick), 23));
 }
 
 using Nibbles = __m512i;

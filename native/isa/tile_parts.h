@@ -8,6 +8,9 @@ namespace headrace {
 
 void pack_tiles(const float* const* x, int64_t tokens, int64_t cols, int64_t step0, int64_t steps, uint16_t* to);
 void expand_tiles(const Matrix& m, int64_t row0, int64_t count, uint16_t* to);
+void pack_narrow(const float* const* x, int64_t tokens, int64_t cols, Format weights, int64_t block, uint16_t* to);
+void multiply_narrow_amx(const NarrowProduct& p);
+void multiply_narrow_bf16(const NarrowProduct& p);
 
 namespace {
 

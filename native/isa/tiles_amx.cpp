@@ -2,35 +2,11 @@
 //
 // One tdpbf16ps multiplies a tile of weights by a tile of activations in 16 cycles and answers after 52, so four
 // sums are at work in turn: 32 rows x 32 tokens, or up to 64 rows x 16 tokens where few are left.
+#include "amx_state.h"
 #include "tile_parts.h"
 
 namespace headrace {
 namespace {
-
-struct alignas(64) Config {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_nbytes[16] = {};
-  uint8_t rows[16] = {};
-  Config() {
-    for (int i = 0; i < 8; ++i) {
-      row_nbytes[i] = 64;
-      rows[i] = 16;
-    }
-  }
-};
-
-// The tile registers of this thread while they are in use; empty ones cost nothing at a switch of threads.
-class InUse {
- public:
-  InUse() {
-    static const Config config;
-    asm volatile("" : : "r"(&config) : "memory");  // the intrinsic names only its first bytes as read
-    _tile_loadconfig(&config);
-  }
-  ~InUse() { _tile_release(); }
-  InUse(const InUse&) = delete;
-  InUse& operator=(const InUse&) = delete;
-};
 
 constexpr int64_t kRowNbytes = 64;
 constexpr int64_t kBlockWords = kTileTerms * kTileWords;  // a step of activations
@@ -148,15 +124,17 @@ void multiply_terms(const TileProduct& p) {
 }
 
 void multiply(const TileProduct& p) {
-  const InUse tiles;
+  const TilesInUse tiles;
   if (p.terms == 1) multiply_terms<1>(p);
   else multiply_terms<2>(p);
 }
 
 }  // namespace
 
+const BlockTileKernels& amx_block_tiles();
+
 const TileKernels& amx_tile_kernels() {
-  static constexpr TileKernels kernels{"avx512_amx", pack_tiles, expand_tiles, multiply};
+  static const TileKernels kernels{"avx512_amx", pack_tiles, expand_tiles, multiply, pack_narrow, multiply_narrow_amx, amx_block_tiles()};
   return kernels;
 }
 

@@ -39,8 +39,10 @@ void multiply(const TileProduct& p) {
 
 }  // namespace
 
+const BlockTileKernels& plain_block_tiles();
+
 const TileKernels& bf16_tiles() {
-  static constexpr TileKernels kernels{"avx512_bf16", pack_tiles, expand_tiles, multiply};
+  static const TileKernels kernels{"avx512_bf16", pack_tiles, expand_tiles, multiply, pack_narrow, multiply_narrow_bf16, plain_block_tiles()};
   return kernels;
 }
 

@@ -164,6 +164,53 @@ void pack(const float* const* x, int64_t tokens, int64_t cols, int64_t step0, in
   }
 }
 
+// Where pair `pair` of a block of 32 columns goes: its step and its place there.
+struct Place {
+  int64_t step, pair;
+};
+
+inline Place narrow_place(Format weights, int64_t block, int64_t pair) {
+  if (weights != Format::mxfp4) return {block, pair};
+  return {block / kNarrowSteps * kNarrowSteps + pair / 4, block % kNarrowSteps * 4 + pair % 4};
+}
+
+// The columns of a block as pairs: neighbours or, for MXFP4, as tiles_narrow.h expands them.
+inline __m512i pair_order(Format weights) {
+  alignas(64) uint16_t order[32];
+  for (int i = 0; i < 32; ++i) {
+    const int u = i / 8;
+    order[i] = static_cast<uint16_t>(weights != Format::mxfp4 ? i : 2 * (i % 8) + 16 * (u % 2) + u / 2);
+  }
+  return _mm512_load_si512(order);
+}
+
+void narrow(const float* const* x, int64_t tokens, int64_t cols, Format weights, int64_t block, uint16_t* to) {
+  const int64_t tiles = narrow_tiles(tokens), each = tiles * kTileWords;
+  const __m512i order = pair_order(weights);
+  __m512i terms[2][kTile];
+  for (auto& tile : terms)
+    for (__m512i& v : tile) v = _mm512_setzero_si512();
+  for (int64_t t = 0; t < tokens; ++t) {
+    const V a = load(x[t] + block * kStep), b = load(x[t] + block * kStep + 16);
+    const __m512i words = nearest(a, b), left = left_of<false>(a, b, words);
+    terms[0][t] = _mm512_permutexvar_epi16(order, words);
+    terms[tiles - 1][tiles == 1 ? t + kTile / 2 : t] = _mm512_permutexvar_epi16(order, left);
+  }
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    transpose16(terms[tile]);
+    for (int64_t p = 0; p < kTile; ++p) {
+      const Place at = narrow_place(weights, block, p);
+      _mm512_store_si512(to + at.step * each + tile * kTileWords + at.pair * kStep, terms[tile][p]);
+    }
+    if (block + 1 != cols / kStep) continue;
+    for (int64_t none = block + 1; none < narrow_steps(cols); ++none)
+      for (int64_t p = 0; p < kTile; ++p) {
+        const Place at = narrow_place(weights, none, p);
+        _mm512_store_si512(to + at.step * each + tile * kTileWords + at.pair * kStep, _mm512_setzero_si512());
+      }
+  }
+}
+
 }  // namespace
 }  // namespace headrace::HEADRACE_NS
 
@@ -172,4 +219,7 @@ void pack_tiles(const float* const* x, int64_t tokens, int64_t cols, int64_t ste
   tiles_pack::pack(x, tokens, cols, step0, steps, to);
 }
 void expand_tiles(const Matrix& m, int64_t row0, int64_t count, uint16_t* to) { tiles_pack::expand(m, row0, count, to); }
+void pack_narrow(const float* const* x, int64_t tokens, int64_t cols, Format weights, int64_t block, uint16_t* to) {
+  tiles_pack::narrow(x, tokens, cols, weights, block, to);
+}
 }  // namespace headrace

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headrace.core.step import ClassStats, MovedBytes, StepStats
 from headrace.explain import leaf
-from headrace.explain.report import Sample, explain
+from headrace.explain.report import Sample, explain, kv_choices
 from headrace.explain.report_text import changes, roofline, table
 from headrace.explain.running_cost import decode_rows
 from tests.fixtures.running_models import KERNELS, dense_model, machine
@@ -109,3 +109,18 @@ def test_rough_rates_are_called_rough():
         "machine` measures them."
     ]
     assert not any("rough" in line for line in table(report()))
+
+
+def test_every_smaller_cache_is_a_lever():
+    """Heads of 64: a byte in E4M3; NVFP4 keys: half a byte and a 16th of a scale: (32 + 4 + 64) / 128."""
+    spec = replace(dense_model().spec, head_dim=64)
+    assert kv_choices(spec) == {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4k-fp8v": 0.78125}
+    # Groups of 16 channels do not divide heads of 4.
+    assert kv_choices(dense_model().spec) == {"f32": 4.0, "bf16": 2.0}
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    found = explain("a toy", sample, replace(dense_model(), spec=spec, kv_nbytes=2.0), machine())
+    names = [change.name for change in found.software]
+    assert "--kv-format fp8" in names
+    assert "--kv-format nvfp4k-fp8v" in names
+    assert "--kv-format f32" not in names
+    assert "--kv-format bf16" not in names

@@ -191,6 +191,40 @@ def test_a_long_chunk_is_the_same_on_both_paths_and_streamed(
         assert [len(row) for row in after] == [len(row) for row in before]
 
 
+@needs_native
+@pytest.mark.parametrize(
+    ("placement", "rates"),
+    [("hybrid", SLOW_LINK), ("hybrid", FAST_LINK), ("cpu", None), ("stream", None), ("gpu", None)],
+)
+def test_a_long_chunk_is_added_to_the_rows_it_is_made_from(
+    store: HostStore, placement: str, rates: PathRates | None
+) -> None:
+    """x is the half of each row: in pieces, streamed, on the CPU alone, and all in slots."""
+    paths = _paths(store, placement, 24 if placement == "gpu" else 9)
+    bases = [store.base(layer) for layer in range(LAYERS)]
+    cpu = None
+    if placement in ("hybrid", "cpu"):
+        cpu = DirectShare(cpu_experts(), store.layouts, bases, EXPERTS, ACT)
+        cpu.max_tokens = 6
+    prefill = StreamPrefill(
+        HostDevice(), store, paths.shape, paths, paths.chunk(ACT), cpu=cpu, cpu_share=0.5
+    )
+    prefill.set_rates(rates)
+    for layer in range(LAYERS):
+        x, ids, weights, want = _chunk(store, layer, 20 + layer)
+        rows = 2 * x
+        made: list[int] = []
+
+        def half(some: slice, of: torch.Tensor = rows, seen: list[int] = made) -> torch.Tensor:
+            seen.append(len(of[some]))
+            return of[some] / 2
+
+        prefill.add_to(layer, half, ids, weights, rows)
+        assert _error(rows, want + 2 * x.double().numpy()) < 2e-4
+        in_pieces = placement == "cpu" or rates is SLOW_LINK
+        assert made == ([6, 6, 6, 2] if in_pieces else [TOKENS])
+
+
 def test_the_cpus_share_follows_rates_between_prompts(store: HostStore) -> None:
     paths = _paths(store, "hybrid", 5)
     prefill = StreamPrefill(

@@ -107,6 +107,23 @@ def test_streams_together_are_streams_one_by_one(gpt_oss: Path, dense_format: st
 
 
 @needs_gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_drawn_on_the_gpu_are_the_hosts(gpt_oss: Path, graphs: bool):
+    """Requests that want log-probabilities are drawn for on the host, from the same logits."""
+    rules = [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1, "top_p": 0.5}]
+    engine, found = kernel_engine(gpt_oss, graphs=graphs), []
+    for extra in ({}, {"logprobs": 0}):
+        for i, rule in enumerate(rules):
+            params = SamplingParams(seed=i, max_tokens=TOKENS, ignore_eos=True, **rule, **extra)
+            engine.submit(GenerationRequest(f"r{i}", tuple(PROMPTS[i % 3]), params))
+        done = drain(engine)
+        assert not done.failed
+        found.append([done[(f"r{i}", 0)].token_ids for i in range(len(rules))])
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) == len(rules)
+
+
+@needs_gpu
 def test_a_gguf_file_is_unpacked_at_load(tmp_path: Path):
     toy = write_gpt_oss_gguf(tmp_path / "toy.gguf")
     expected = greedy(host_engine(toy.path), PROMPTS[:2], together=True)

@@ -74,8 +74,10 @@ def run(logits, rules, chunk=None, room=None) -> tuple[list[int], np.ndarray]:
     counters = torch.zeros(len(rules), dtype=torch.int32, device=DEVICE)
     given = torch.from_numpy(np.ascontiguousarray(logits, np.float32)).to(DEVICE)
     listed = torch.tensor(rules, dtype=torch.float64).to(DEVICE)
-    found = sample(given, listed, counters, chunk or CHUNK, room or ROOM).cpu().numpy()
+    tokens = torch.full((len(rules),), -1, dtype=torch.int64, device=DEVICE)
+    found = sample(given, listed, counters, tokens, chunk or CHUNK, room or ROOM).cpu().numpy()
     assert not counters.any()
+    assert tokens.tolist() == found[0].tolist()
     return found[0].tolist(), found[1].view(np.float32)
 
 
@@ -203,6 +205,7 @@ def test_what_does_not_fit_together_is_refused():
             (logits, rules.float(), counters),
             (logits, rules[:1], counters),
             (logits, rules, counters[:1]),
+            (logits, rules, counters, counters),
         ):
             with pytest.raises(InternalError, match="sample: "):
                 function(*wrong)

@@ -279,3 +279,32 @@ def test_the_plan_compiles_for_hopper_without_fused_multiply_adds():
     assert not [r for r in results if "error" in r]
     for result in results:
         assert (result["fused"], result["spills"]) == (0, 0), result
+
+
+CHOICE = {
+    **dict.fromkeys(("keys", "masses", "state", "above", "sums", "tokens"), "*i64"),
+    **dict.fromkeys(
+        ("counters", "picked", "counts", "bases", "candidates", "ids", "equals"), "*i32"
+    ),
+    **{"rules": "*fp64", "vocab": "i32", "rows": "i32"},
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_choice_of_tokens_compiles(capability: int):
+    chunks = {"CHUNK": 2048, "CHUNKS": 128, "PDL": capability >= 90}
+    weights = {**chunks, "UNITS": 2.0**44, "ROOM": 4096}
+    kernels = [
+        ("sample_best:best_kernel", chunks, 4),
+        ("sample_narrow:narrow_kernel", {**weights, "FIRST": True}, 8),
+        ("sample_narrow:narrow_kernel", {**weights, "FIRST": False}, 8),
+        ("sample_finish:finish_kernel", weights, 8),
+    ]
+    specs = [
+        {"kernel": f"{PACKAGE}.{name}", "signature": CHOICE, "constexprs": constants,
+         "multiples": ["vocab"], "options": {"num_warps": warps}}
+        for name, constants, warps in kernels
+    ]  # fmt: skip
+    results = cross_compile(specs, capability)
+    assert not [r for r in results if "error" in r]
+    assert all(r["spills"] <= 16 and r["registers"] <= 168 for r in results), results

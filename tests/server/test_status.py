@@ -65,8 +65,37 @@ def test_health_has_the_context(served: Served):
     assert health.json()["status"] == "ok"
     assert health.json()["context"] == 64
     assert health.json()["model"] == "toy"
-    assert health.json()["memory_nbytes"] == {"weights": 1000, "kv": 2000}
+    assert health.json()["memory_nbytes"] == {
+        "host": {"weights": 1000, "kv": 2000, "workspace": 30}
+    }
+    assert health.json()["expert_memory_nbytes"] is None
     assert health.json()["choices"] == [{"name": "threads", "value": "1", "reason": "one core"}]
+
+
+def test_health_and_metrics_agree_on_memory(served: Served):
+    """The same numbers under the same names, of a mixture on a GPU too."""
+    assert served.engine.info is not None
+    before = served.engine.info, served.engine.snapshot
+    memory = {
+        "host": {"weights": 61_000, "kv": 0, "workspace": 7},
+        "gpu": {"weights": 4_000, "experts": 12_000, "kv": 300, "graphs": 5},
+    }
+    served.engine.info = dataclasses.replace(served.engine.info, memory=memory)
+    served.engine.snapshot = dataclasses.replace(served.engine.snapshot, experts=EXPERTS)
+    try:
+        health = served.http.get("/health").json()
+        metrics = values(served.http.get("/metrics").text)
+    finally:
+        served.engine.info, served.engine.snapshot = before
+    assert health["memory_nbytes"] == memory
+    for place, purposes in memory.items():
+        for purpose, nbytes in purposes.items():
+            assert metrics[f"headrace_memory_bytes[{place}][{purpose}]"] == nbytes
+    # 100 slots of 4 MB; pinned, pageable and mapped as the engine says
+    kinds = {"slots": 400_000_000, "pinned": 30, "pageable": 20, "mapped": 10}
+    assert health["expert_memory_nbytes"] == kinds
+    for kind, nbytes in kinds.items():
+        assert metrics[f"headrace_expert_memory_bytes[{kind}]"] == nbytes
 
 
 def test_metrics_follow_the_engine(served: Served):

@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.checkpoint.gguf import first_parts
 from headrace.checkpoint.hub import Progress, fetch, parse_reference
+from headrace.core.config_library import bundled_names
 from headrace.core.errors import CheckpointError, ModelNotFoundError
 
 MODELS_VARIABLE = "HEADRACE_MODELS"
@@ -55,6 +56,12 @@ def resolve_ref(ref: str, *, progress: Progress | None = None) -> Path:
     # "./x", "/x" and "~/x" mean this machine, whatever the rest looks like.
     if reference is not None:
         return fetch(reference, progress)
+    if ref.lower() in bundled_names():
+        raise ModelNotFoundError(
+            f"of {ref!r} only the configuration is here, without weights",
+            hint=f"`headrace plan {ref.lower()}` plans with it; to run it name a folder with its weights, a "
+            ".gguf file, or its hub id (org/name), which is downloaded",
+        )
     tried.append("not a hub id (org/name)")
     raise ModelNotFoundError(f"no model {ref!r}: {'; '.join(tried)}", hint=_known())
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Read by the loops: many last-level caches, of which two-socket machines have a quarter of a gigabyte.
 _READ_NBYTES = 4 << 30
 _READ_SHARE = 8  # at most this part of the memory that is free
+# One busy core of eight is worth a word: what it reads comes out of the same memory channels.
+_BUSY_PERCENT, _LOOK_S = 10.0, 0.5
 
 
 def add_parser(commands: Commands) -> None:
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.output, "--output")
     else:
         _check_cache()
+    _note_busy()
     with loading_progress() as progress:
         profile, peaks, path = measure(args.output, progress)
     if args.png is not None:
@@ -70,6 +73,18 @@ def run(args: argparse.Namespace) -> int:
             print(line)
     note(f"the profile is stored in {path}")
     return 0
+
+
+def _note_busy() -> None:
+    """Say that other programs are at work: what they take is missing from every rate of the profile."""
+    import psutil
+
+    busy = psutil.cpu_percent(interval=_LOOK_S)
+    if busy > _BUSY_PERCENT:
+        note(
+            f"other programs keep {busy:.0f}% of the CPUs busy: rates will come out too low; measure again "
+            "on an idle machine"
+        )
 
 
 def _check_cache() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from headrace.cli.progress import loading_progress
 from headrace.cli.reporting import configure_logging, note
 from headrace.cli.session import ctrl_c_ends_at_once
 from headrace.core.errors import ConfigError, InternalError
+from headrace.core.words import counted
 
 if TYPE_CHECKING:
+    from headrace.engine.explaining import Watch, Workload
     from headrace.explain.report import ExplainReport
     from headrace.machine.profile import MachineProfile
 
@@ -102,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
                 if has_room(error):
                     raise
                 note("there is no memory left to measure the kernels in, so nothing is predicted")
-        report = report_of(engine, run_steps(engine, workload), args.step, machine)
+        watch = _run(lambda progress: run_steps(engine, workload, progress), workload)
+        report = report_of(engine, watch, args.step, machine)
     finally:
         engine.close()
     if report is None:
@@ -123,6 +127,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(report, machine)))
     return 0
+
+
+def _run(steps: Callable[[Callable[[float], None]], Watch], workload: Workload) -> Watch:
+    """Run the steps and show how far they are: many sequences on a CPU take minutes."""
+    sequences = counted(workload.batch, "sequence", form=",")
+    each = f"{counted(workload.prompt, 'token', form=',')} and {workload.steps:,} more"
+    note(f"running {sequences} of {each}")
+    with loading_progress() as update:
+
+        def progress(share: float) -> None:
+            if update is not None:
+                update("running steps", share)
+
+        return steps(progress)
 
 
 def roofs_of(machine: MachineProfile) -> tuple[float, float]:

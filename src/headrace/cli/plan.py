@@ -15,6 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.kv_formats import FORMATS
 
 if TYPE_CHECKING:
+    from headrace.core.config_library import BundledModel
     from headrace.engine.plan import Plan
     from headrace.experts.simulate import Prediction
 
@@ -174,6 +175,12 @@ def _replay(plan: Plan, file: Path) -> tuple[Prediction, int]:
     from headrace.core.trace import RoutingTrace
     from headrace.engine.plan_replay import replay_routing
 
+    if not file.is_file():
+        raise ConfigError(
+            f"--routing: there is no file {file}",
+            hint="`headrace run MODEL -p TEXT --routing FILE` writes one",
+            param="--routing",
+        )
     try:
         trace = RoutingTrace.load(file)
     except ConfigError as error:
@@ -190,17 +197,23 @@ def _replay(plan: Plan, file: Path) -> tuple[Prediction, int]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    names = [name.strip() for name in args.compare.split(",") if name.strip()]
-    if len(names) < 2:
+    names = [name.strip() for name in args.compare.split(",")]
+    if len(names) < 2 or not all(names):
         raise ConfigError(
-            f"--compare is {args.compare!r}; it takes two machines or more",
+            f"--compare is {args.compare!r}; it takes two machines or more, with one comma between them",
             hint="for example --compare rtx-4090,rtx-5090,h200",
             param="--compare",
         )
     _refuse_beside(
         args, "--compare", ("model", "compare", "context", "prompt", "concurrency", "kv_format")
     )
-    plans = [_plan(args, name) for name in names]
+    try:
+        plans = [_plan(args, name) for name in names]
+    except ConfigError as error:
+        if error.param != "--machine":
+            raise
+        said = error.message.replace("--machine", "--compare", 1)  # the flag that was given
+        raise ConfigError(said, hint=error.hint, param="--compare") from None
     if args.json:
         from headrace.cli.plan_record import record
 
@@ -214,11 +227,15 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from headrace.cli.plan_source import machine_list
+    from headrace.cli.plan_source import machine_list, machine_records
     from headrace.core.config_library import bundled_model, bundled_names
 
+    models = [bundled_model(name) for name in bundled_names()] if args.models else []
+    if args.json:
+        records = [_model_record(model) for model in models] if args.models else machine_records()
+        print(json.dumps(records, ensure_ascii=False, indent=2))
+        return 0
     if args.models:
-        models = [bundled_model(name) for name in bundled_names()]
         rows = [
             (m.name, m.title, f"{m.spec().total_weights / 1e9:,.4g} billion", m.source)
             for m in models
@@ -226,11 +243,21 @@ def _list(args: argparse.Namespace) -> int:
         heads = ("MODEL", "TITLE", "WEIGHTS", "SOURCE")
     else:
         rows, heads = machine_list(), ("NAME", "WHAT", "MEMORY", "STANDING")
-    if args.json:
-        keys = [head.lower() for head in heads]
-        print(json.dumps([dict(zip(keys, row)) for row in rows], ensure_ascii=False, indent=2))
-        return 0
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(3)]
     for row in [heads, *rows]:
         print("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip())
     return 0
+
+
+def _model_record(model: BundledModel) -> dict[str, object]:
+    """A bundled model for a program."""
+    spec = model.spec()
+    return {
+        "name": model.name,
+        "title": model.title,
+        "total_weights": spec.total_weights,
+        "active_weights": spec.active_weights,
+        "weights_nbytes": spec.weights_nbytes,
+        "max_context": spec.max_context,
+        "source": model.source,
+    }

@@ -149,3 +149,21 @@ def machine_list() -> list[tuple[str, str, str, str]]:
         main = memory + _rate(value)
         found.append((part.name, part.title, main, part.standing))
     return found
+
+
+def machine_records() -> list[dict[str, Any]]:
+    """Every part of the catalogue for a program, with sources. Rates in the catalogue's units: GB/s, and
+    TFLOP/s of arithmetic."""
+    return [
+        {
+            "name": part.name,
+            "what": part.title,
+            "kind": part.kind,
+            "memory_nbytes": part.memory_nbytes,
+            "units": part.raw.get("sms", part.raw.get("cores")),
+            "specs_source": part.specs,
+            "rates": {n: {"value": v, "source": source} for n, (v, source) in part.rates.items()},
+            "standing": part.standing,
+        }
+        for part in parts().values()
+    ]

@@ -150,7 +150,8 @@ def _answer(plan: Plan) -> list[str]:
                 f"({plan.layout.resident:.1%}) serve {hits.expected:.0%} of look-ups "
                 f"({hits.low:.0%} to {hits.high:.0%})",
                 f"misses: {speed.fetch_share:.0%} fetched, {1 - speed.fetch_share:.0%} computed by the CPU",
-                f"prompts in chunks of up to {plan.layout.chunk:,} tokens, for each of which the others travel",
+                f"prompts in chunks of up to {counted(plan.layout.chunk, 'token', form=',')}; the others "
+                "travel for each",
             ],
         )
     found += _labelled(

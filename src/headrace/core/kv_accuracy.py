@@ -75,11 +75,26 @@ def smallest_that_holds(
             why = "is measured with calibrated directions only" if rows else "is not measured"
             rejected.append(f"{name} {why} on {family}")
         elif not best.holds:
-            rejected.append(f"{name} changes {best.model}'s perplexity by {_percent(best)}")
+            why = f"{name} changes {best.model}'s perplexity by {_percent(best)}"
+            rejected.append(why + _if_calibrated(rows, rank))
         else:
-            said = f"the smallest that holds on {family}: {_percent(best)} perplexity on "
-            return name, said + f"{best.model} at {best.context} tokens ({best.source})"
+            said = (
+                f"the smallest that holds (within {HOLDS_WITHIN:.0%} of bf16's perplexity) on {family}: "
+                f"{_percent(best)} on {best.model} at {best.context} tokens ({best.source})"
+            )
+            return name, "; ".join([said, *rejected])
     return FALLBACK, "; ".join(rejected)
+
+
+def _if_calibrated(rows: list[KVAccuracy], rank: int) -> str:
+    """What calibration would make of a format that does not hold without it."""
+    better = [m for m in rows if m.rank > rank and m.holds]
+    if not better:
+        return ""
+    best = max(better, key=lambda m: m.context)
+    return (
+        f" without calibrated directions, {_percent(best)} with them (`headrace calibrate`, once)"
+    )
 
 
 def _percent(row: KVAccuracy) -> str:

@@ -64,7 +64,7 @@ def calibrate(
     def load(ops: OpSet) -> Decoder:
         return load_model(checkpoint, ops, device, max_positions=places, progress=progress)
 
-    moments = query_moments(load, resolve(("cpu", "reference")), ids)
+    moments = query_moments(load, resolve(("cpu", "reference")), ids, progress)
     found = directions(moments, MAX_RANK)
     kept = (found.double() @ moments * found.double()).sum((-2, -1))
     total = moments.diagonal(dim1=-2, dim2=-1).sum(-1)

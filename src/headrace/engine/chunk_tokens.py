@@ -153,9 +153,8 @@ def choose_chunk_tokens(
         return None
     chosen = choose_chunk(prices)
     left = slots_nbytes(with_slack(chosen.tokens, longest))
-    return ChunkChoice(
-        with_slack(chosen.tokens, longest),
-        with_slack(tokens_beside(prices, chosen), longest),
-        of.tail(left),
-        reason_of(prices, chosen),
-    )
+    beside = with_slack(tokens_beside(prices, chosen), longest)
+    reason = reason_of(prices, chosen)
+    if beside < chosen.tokens:
+        reason += f"; {beside:,} while others decode"
+    return ChunkChoice(with_slack(chosen.tokens, longest), beside, of.tail(left), reason)

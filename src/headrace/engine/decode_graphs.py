@@ -117,9 +117,7 @@ class DecodeGraphs:
 
         def work() -> tuple[torch.Tensor, ...]:
             logits = self._decoder.logits(self._decoder.forward(tokens, batch, self._kv))
-            picked = self._chooser.choose(logits, self._inputs.rules(size))
-            tokens.copy_(picked[0])
-            return logits, picked
+            return logits, self._chooser.choose(logits, self._inputs.rules(size), tokens)
 
         graph = self._device.graph()
         logits, picked = graph.capture(work if around is None else around(work))

@@ -53,9 +53,14 @@ class TokenChooser:
         self._device = device
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
-    def choose(self, logits: torch.Tensor, rules: torch.Tensor) -> torch.Tensor:
-        """See the operation ``sample``: int32 [2, R], token ids and bits of the largest logits."""
-        return self._ops.sample(logits, rules, self._counters)
+    def choose(
+        self, logits: torch.Tensor, rules: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the operation ``sample``: int32 [2, R], token ids and bits of the largest logits.
+
+        tokens: int64 [R], takes the ids, too.
+        """
+        return self._ops.sample(logits, rules, self._counters, tokens)
 
     def choose_by(self, logits: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
         """``choose`` by rules that are on the host."""

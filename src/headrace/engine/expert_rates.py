@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from headrace.core.model_spec import ModelSpec
 from headrace.experts.hit_rate import predict_hit_rate
 from headrace.experts.placement import ExpertLoad, PlacementChoice, choose_placement
+from headrace.experts.prefill import MANY, MANY_TOKENS
 from headrace.experts.slab import SlabLayout
 from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
-from headrace.machine.profile import Rate
+from headrace.machine.profile import OVERLAPPED, Rate
 
 # Without a rate of the expert kernels: their share of what the memory reads. The kernels themselves
 # read at nearly a plain loop's rate; the rest is for what PCIe takes of the same memory.
@@ -71,7 +72,17 @@ def path_rates(known: StartingRates, fmt: str, slice_nbytes: int) -> PathRates |
         cpu_latency_s=CPU_LATENCY_S,
         pcie_alone_gbps=pcie_alone if pcie_alone != pcie else None,
         cpu_alone_gbps=cpu_alone if cpu_alone != cpu else None,
+        tokens_of_a_read=_tokens_of_a_read(known, experts),
     )
+
+
+def _tokens_of_a_read(known: StartingRates, experts: str) -> float | None:
+    """From the rates of one token and of many, of the same circumstances."""
+    for suffix in (OVERLAPPED, ""):
+        one, many = known.first(experts + suffix), known.first(experts + MANY + suffix)
+        if one and many:
+            return max(1.0, MANY_TOKENS * many / one)
+    return None
 
 
 def automatic_placement(

@@ -130,23 +130,34 @@ def check_workload(info: EngineInfo, workload: Workload) -> None:
         )
 
 
-def run_steps(engine: Explainable, workload: Workload) -> Watch:
+def run_steps(
+    engine: Explainable, workload: Workload, progress: Callable[[float], None] | None = None
+) -> Watch:
     """Run requests of ``workload`` in an idle engine, watched.
+
+    Args:
+        progress: told the share of all tokens that are computed, after each step.
 
     Raises:
         ConfigError: they do not fit the engine's context.
         HeadraceError: a request fails.
     """
     check_workload(engine.info, workload)
+    # The last token of a sequence is chosen and not computed.
+    done, everything = 0, workload.batch * (workload.prompt + workload.steps - 1)
     watch = Watch(engine)
     watch.start()
     try:
         for index in range(workload.batch):
             engine.submit(_request(index, workload, engine.info.vocab))
         while engine.has_work():
+            seen = len(watch.steps)
             for item in engine.step():
                 if isinstance(item, RequestFailed):
                     raise InternalError(f"a step failed: {item.message}", hint=item.hint)
+            done += sum(one.stats.tokens for one in watch.steps[seen:])
+            if progress is not None:
+                progress(min(1.0, done / everything))
     finally:
         watch.stop()
     return watch

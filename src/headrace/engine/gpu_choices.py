@@ -8,8 +8,9 @@ from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
 from headrace.engine.choosing import Chosen, one_of
+from headrace.engine.memory_plan import megabytes
 from headrace.engine.vram_plan import dense_nbytes
-from headrace.machine.probe import GpuInfo
+from headrace.machine.probe import GpuInfo, Machine
 
 # Other programs draw on the same GPU: a twentieth of what is free now is left to them.
 OTHERS_SHARE = 20
@@ -72,3 +73,19 @@ def vram_budget(config: EngineConfig, gpu: GpuInfo, chosen: Chosen) -> int:
         )
     chosen("vram_budget", config.vram_budget_nbytes, "as configured")
     return config.vram_budget_nbytes
+
+
+def vram_warnings(machine: Machine, gpu: GpuInfo, planned_nbytes: int) -> tuple[str, ...]:
+    """What little free GPU memory means: with a driver that moves memory to the host instead of failing."""
+    spare = gpu.memory_free_nbytes - planned_nbytes
+    if spare >= gpu.memory_free_nbytes // (2 * OTHERS_SHARE):
+        return ()
+    then = "they fail, or this one does"
+    if machine.wsl or machine.system.startswith("Windows"):
+        then = (
+            "the driver moves some of ours to host memory, without an error and many times slower"
+        )
+    return (
+        f"little GPU memory is left: {megabytes(spare)} of {megabytes(gpu.memory_free_nbytes)} that were "
+        f"free; when other programs take more, {then}",
+    )

@@ -11,13 +11,13 @@ from typing import Literal
 
 from headrace.core.plan_spec import PlanSpec
 from headrace.core.step import PIECE_ROWS
+from headrace.engine import vram_plan
 from headrace.engine.memory_plan import RESERVE_NBYTES
 from headrace.explain.step_cost import KV_BITS
 from headrace.machine.profile import MachineProfile
 
-# VRAM that is not ours to use: the CUDA context and its modules (about 500 MB with torch) and the
-# pools of captured graphs. Estimate, to be replaced by a measurement of the GPU engine.
-VRAM_RESERVE_NBYTES = 750 * 10**6
+# VRAM that is not the model's: the CUDA context, kernels and captured graphs, as the engine counts them.
+VRAM_RESERVE_NBYTES = vram_plan.CONTEXT_NBYTES + vram_plan.RESERVE_NBYTES
 # Host memory that the operating system and other programs keep. Estimate.
 SYSTEM_RESERVE_NBYTES = 3 * 10**9
 # Share of one memory for both that the GPU may use: macOS's default limit. Estimate.

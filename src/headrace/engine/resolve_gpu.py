@@ -24,7 +24,7 @@ from headrace.engine.choosing import (
 )
 from headrace.engine.chunk_tokens import StreamedModel, choose_chunk_tokens
 from headrace.engine.expert_rates import STEP_TOKENS, automatic_placement
-from headrace.engine.gpu_choices import choose_dense_format, vram_budget
+from headrace.engine.gpu_choices import choose_dense_format, vram_budget, vram_warnings
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
 from headrace.engine.memory_plan import (
     RESERVE_NBYTES,
@@ -167,7 +167,11 @@ def resolve_on_gpu(
         experts=placed.mode,
         plan=plan,
         choices=tuple(choices),
-        warnings=(*kv.warnings, *threads.warnings),
+        warnings=(
+            *kv.warnings,
+            *threads.warnings,
+            *vram_warnings(machine, gpu, vram.total_nbytes),
+        ),
         device="cuda",
         gpu_index=gpu.index,
         dense_format=dense,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from headrace.core.numeric import FORMATS
+from headrace.experts.prefill import MANY, MANY_TOKENS
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import RequestBlock, request_block
 from headrace.experts.slab import SlabLayout, slab_layout
@@ -32,15 +33,26 @@ FORMATS_MEASURED = ("mxfp4", "bf16", "fp8_e4m3", "q8_0", "q4_k")
 def expert_loads(
     kernels: CpuExperts, *, threads: int, formats: Sequence[str] = FORMATS_MEASURED
 ) -> dict[str, Callable[[], AbstractContextManager[Load]]]:
-    """For each format, what opens its load. ``threads``: to make the experts with."""
-    return {fmt: partial(open_load, kernels, fmt, threads) for fmt in formats}
+    """For each format, what opens its load: experts of one token each, and by the name with ``MANY`` of many.
+
+    ``threads``: to make the experts with.
+    """
+    one = {fmt: partial(open_load, kernels, fmt, threads) for fmt in formats}
+    many = {
+        fmt + MANY: partial(open_load, kernels, fmt, threads, tokens=MANY_TOKENS) for fmt in formats
+    }
+    return one | many
 
 
 @contextmanager
 def open_load(
-    kernels: CpuExperts, fmt: str, threads: int, store_nbytes: int = _STORE_NBYTES
+    kernels: CpuExperts,
+    fmt: str,
+    threads: int,
+    store_nbytes: int = _STORE_NBYTES,
+    tokens: int = 1,
 ) -> Generator[Load, None, None]:
-    """Random experts in memory for as long as the context lasts.
+    """Random experts in memory for as long as the context lasts, each of so many tokens.
 
     A load's rate is bytes of slices over the time between request and answer, as the engine asks.
     """
@@ -49,15 +61,16 @@ def open_load(
     num_experts = max(_EXPERTS_AT_ONCE, store_nbytes // layout.slab_nbytes)
     store = random_store(layout, 1, num_experts, seed=1, threads=threads)
     try:
-        yield _load(kernels, store)
+        yield _load(kernels, store, tokens)
     finally:
         store.close()
 
 
-def _load(kernels: CpuExperts, store: HostStore) -> Load:
+def _load(kernels: CpuExperts, store: HostStore, tokens: int) -> Load:
     layout = store.layout
+    together = 1 if tokens == 1 else 2 * tokens  # tokens of a request
     fields = request_block(
-        max_tokens=1,
+        max_tokens=together,
         top_k=_EXPERTS_AT_ONCE,
         num_experts=store.num_experts,
         num_slices=layout.num_slices,
@@ -65,7 +78,7 @@ def _load(kernels: CpuExperts, store: HostStore) -> Load:
     )
     raw = torch.zeros(fields.nbytes + 64, dtype=torch.uint8)
     block = raw[-raw.data_ptr() % 64 :][: fields.nbytes]
-    x = block[fields.x : fields.x + 4 * layout.hidden].view(torch.float32)
+    x = block[fields.x : fields.x + 4 * together * layout.hidden].view(torch.float32)
     x.normal_(generator=torch.Generator().manual_seed(1))
     order = random.Random(1)
 
@@ -85,12 +98,8 @@ def _load(kernels: CpuExperts, store: HostStore) -> Load:
                 end = 0.0 if warm else seconds
                 spent, calls = 0.0, 0
                 while spent <= end:
-                    _ask(
-                        block,
-                        fields,
-                        layout,
-                        order.sample(range(store.num_experts), _EXPERTS_AT_ONCE),
-                    )
+                    chosen = order.sample(range(store.num_experts), _EXPERTS_AT_ONCE)
+                    _ask(block, fields, layout, chosen, tokens)
                     spent += service.request(_TIMEOUT_S)
                     calls += 1
         finally:
@@ -100,17 +109,22 @@ def _load(kernels: CpuExperts, store: HostStore) -> Load:
     return load
 
 
-def _ask(block: torch.Tensor, fields: RequestBlock, layout: SlabLayout, chosen: list[int]) -> None:
-    """Write a request of one token for all slices of the chosen experts."""
+def _ask(
+    block: torch.Tensor, fields: RequestBlock, layout: SlabLayout, chosen: list[int], tokens: int
+) -> None:
+    """Write a request for all slices of the chosen experts: of one token, or every second expert of the
+    first half of the request's tokens and the others of the second half."""
     rows = [
-        [expert, s, pair, 1]
-        for pair, expert in enumerate(sorted(chosen))
+        [expert, s, i * tokens, tokens]
+        for i, expert in enumerate(sorted(chosen))
         for s in range(layout.num_slices)
     ]
+    together, pairs = (1 if tokens == 1 else 2 * tokens), len(chosen) * tokens
     header = block[fields.header : fields.header + 20].view(torch.int32)
-    header.copy_(torch.tensor([0, 1, len(rows), len(chosen), 0], dtype=torch.int32))
+    header.copy_(torch.tensor([0, together, len(rows), pairs, 0], dtype=torch.int32))
     items = block[fields.items : fields.items + 16 * len(rows)].view(torch.int32)
     items.copy_(torch.tensor(rows, dtype=torch.int32).flatten())
-    block[fields.pair_token : fields.pair_token + 4 * len(chosen)].zero_()
-    weight = block[fields.pair_weight : fields.pair_weight + 4 * len(chosen)].view(torch.float32)
+    token = block[fields.pair_token : fields.pair_token + 4 * pairs].view(torch.int32)
+    token.copy_(torch.arange(pairs, dtype=torch.int32) % together)
+    weight = block[fields.pair_weight : fields.pair_weight + 4 * pairs].view(torch.float32)
     weight.fill_(1 / len(chosen))

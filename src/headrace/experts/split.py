@@ -38,7 +38,8 @@ class PathRates:
 
     ``pcie_gbps`` and ``cpu_gbps`` are overlapped rates. The ``_alone`` rates say what a path does
     while the other one rests; None if it makes no difference. A rate of 0 is a path that is not
-    there: then the other one serves everything.
+    there: then the other one serves everything. ``tokens_of_a_read``: tokens of one expert that the CPU
+    computes in the time of one read of its weights, None if not measured.
     """
 
     pcie_gbps: float
@@ -48,6 +49,7 @@ class PathRates:
     cpu_latency_s: float = 0.0
     pcie_alone_gbps: float | None = None
     cpu_alone_gbps: float | None = None
+    tokens_of_a_read: float | None = None
 
     def __post_init__(self) -> None:
         found = {

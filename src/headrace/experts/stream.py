@@ -136,12 +136,18 @@ class StreamPrefill:
             self._stream(layer)
             return
         most = self._piece(layer, *ids.shape)
+        if most is None and not self._cpu_takes(tokens):
+            self._route(layer, x, ids, weights, into=out)
+            return
         of_all = None if most is None else self._uses(ids.cpu())
         start = 0
         for size in pieces(tokens, most or tokens):
             r = slice(start, start + size)
             out[r] += self._route(layer, x(r), ids[r], weights[r], of_all)
             start += size
+
+    def _cpu_takes(self, num_tokens: int) -> bool:
+        return self._cpu is not None and num_tokens <= self._cpu.max_tokens
 
     def _enter(self, layer: int, tokens: int, top_k: int) -> bool:
         """Come to a layer; whether all of its experts pass through the ring."""
@@ -281,17 +287,24 @@ class StreamPrefill:
     def _route(
         self,
         layer: int,
-        x: torch.Tensor,
+        x: torch.Tensor | Rows,
         ids: torch.Tensor,
         weights: torch.Tensor,
         of_all: Counts | None = None,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The routed experts, on all paths. of_all: uses by the chunk of which this is a piece."""
-        able = self._cpu is not None and x.shape[0] <= self._cpu.max_tokens
-        if self._cpu is not None and able:
+        """The routed experts, on all paths. of_all: uses by the chunk of which this is a piece.
+
+        into: what the sum of a chunk that is too long for the CPU is added to, x making its rows.
+        """
+        if self._cpu is not None and isinstance(x, torch.Tensor) and self._cpu_takes(len(x)):
             self._cpu.rows(x.shape[0]).copy_(x, non_blocking=True)
         host_ids, host_weights = self._to_host(ids, weights)
-        self._compute.begin(layer, x, ids, weights)
+        if isinstance(x, torch.Tensor):
+            self._compute.begin(layer, x, ids, weights)
+        else:
+            assert into is not None
+            self._compute.begin_into(layer, x, ids, weights, into)
         self._known.synchronize()
         self._learn()
         uses = self._uses(host_ids)
@@ -301,7 +314,7 @@ class StreamPrefill:
         # The most used first: those the cache may keep; the CPU takes the others.
         worth = uses if of_all is None else of_all
         missing = missing[np.argsort(-worth[missing], kind="stable")]
-        streamed, on_cpu = self._share(layer, missing, x.shape[0])
+        streamed, on_cpu = self._share(layer, missing, ids.shape[0])
         if self._cpu is not None and len(on_cpu):
             self._cpu.begin(layer, host_ids, host_weights, on_cpu)
         self._sent = len(streamed), len(on_cpu)
@@ -352,7 +365,7 @@ class StreamPrefill:
             ConfigError: the layer cannot be fetched, and the chunk is too long for the CPU.
         """
         can_fetch = self._can_fetch(layer)
-        able = self._cpu is not None and num_tokens <= self._cpu.max_tokens
+        able = self._cpu_takes(num_tokens)
         if not (can_fetch or able) and len(missing):
             most = self._cpu.max_tokens if self._cpu is not None else 0
             raise ConfigError(

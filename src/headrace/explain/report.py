@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.errors import InternalError, MachineError
+from headrace.core.kv_formats import FORMATS, KEY_GROUP, MAX_HEAD_DIM
+from headrace.core.model_spec import ModelSpec
 from headrace.core.step import StepStats
 from headrace.core.words import counted, plural
 from headrace.explain import advice, leaf
@@ -30,7 +32,6 @@ NOTABLE = 0.05  # share of a step from which a class is worth a sentence
 ABOVE_ROOF = 0.95  # measured over floor, below which noise is no explanation
 ALONE = 1.3  # times what the kernels take alone, from which something else must be going on
 WORTH_SAYING = 0.01  # changes of less than a hundredth of the throughput are left out
-KV_CHOICES: Mapping[str, float] = {"bf16": 2.0}  # formats of the cache with fewer bytes, by bytes
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,18 @@ def _hardware(step: advice.Calibrated) -> list[Change]:
     return sorted(worth, key=lambda change: -change.gain)
 
 
+def kv_choices(spec: ModelSpec) -> dict[str, float]:
+    """Formats that a model's cache can have, by bytes of a cached element: keys and values together,
+    without residual scalars."""
+    dim = spec.head_dim
+    fits = dim % KEY_GROUP == 0 and dim <= MAX_HEAD_DIM
+    return {
+        name: (one.key_nbytes(dim, 0) + dim * (1 if one.sealed else one.element_nbytes)) / (2 * dim)
+        for name, one in FORMATS.items()
+        if fits or not one.sealed
+    }
+
+
 def _software(step: advice.Calibrated) -> list[Change]:
     changes: list[Change] = []
     if step.rows.decode:
@@ -300,8 +313,8 @@ def _software(step: advice.Calibrated) -> list[Change]:
             changes.append(
                 Change(name, gain.tokens_per_s, gain.tokens_per_s * step.step_s / step.rows.tokens)
             )
-    for name, nbytes in KV_CHOICES.items():
-        if nbytes < step.model.kv_nbytes:
+    for name, nbytes in kv_choices(step.model.spec).items():
+        if nbytes < step.model.kv_nbytes * (1 - WORTH_SAYING):
             changes.append(
                 _change(step, f"--kv-format {name}", advice.with_kv_nbytes(step, nbytes))
             )

@@ -42,7 +42,8 @@ SYNTAX = (
 
 @dataclass(frozen=True)
 class Part:
-    """One record of the catalogue. ``rates``: name -> (value, source), in the file's units."""
+    """One record of the catalogue. ``rates``: name -> (value, source), in the file's units. ``specs``: the
+    source of memory, multiprocessors and cores; empty for links, which have none."""
 
     name: str
     kind: str  # "gpu", "link" or "host"
@@ -50,10 +51,11 @@ class Part:
     memory_nbytes: int
     rates: Mapping[str, tuple[float, str]]
     raw: Mapping[str, Any]
+    specs: str = ""
 
     @property
     def standing(self) -> str:
-        """How sure the record is: "published", or what kinds of doubt its sources state."""
+        """How sure the record's rates are: "published", or what kinds of doubt its sources state."""
         sources = [source for _, source in self.rates.values()]
         words = [w for w in ("estimate", "unverified") if any(s.startswith(w) for s in sources)]
         return " + ".join(words) or "published"
@@ -68,7 +70,8 @@ def parts() -> dict[str, Part]:
         for name, raw in table.items():
             rates = {rate: (float(value), source) for rate, (value, source) in raw["rates"].items()}
             memory = memory_nbytes(raw["memory"]) if "memory" in raw else 0
-            found[name] = Part(name, kind, raw["title"], memory, rates, raw)
+            specs = str(raw.get("specs", ""))
+            found[name] = Part(name, kind, raw["title"], memory, rates, raw, specs)
     return found
 
 

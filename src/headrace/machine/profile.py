@@ -94,7 +94,7 @@ class MachineProfile:
     - ``dram_read`` with the best number of threads, ``dram_read_t<n>`` with n; ``hbm_read``
     - ``pcie_h2d``, ``pcie_d2h``: copy engines; ``pcie_gather``: a kernel that reads pinned memory
     - ``cpu_experts_<format>``: expert bytes that the CPU computes on with the best number of threads,
-      ``cpu_experts_<format>_t<n>`` with n
+      ``cpu_experts_<format>_t<n>`` with n, ``cpu_experts_<format>_of16`` with 16 tokens of each expert
     - ``gpu_flops_<dtype>``, ``cpu_flops_<dtype>`` (GFLOP/s)
     - ``kernel_launch`` (one by one), ``graph_launch`` (a graph of one kernel), ``graph_kernel`` (each of
       many in a graph), ``graph_read`` (of one there that reads memory, without its bytes),

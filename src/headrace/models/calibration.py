@@ -39,13 +39,21 @@ def calibration_text() -> str:
 
 
 def query_moments(
-    load: Callable[[OpSet], Decoder], ops: OpSet, token_ids: Sequence[int]
+    load: Callable[[OpSet], Decoder],
+    ops: OpSet,
+    token_ids: Sequence[int],
+    progress: Callable[[str, float], None] | None = None,
 ) -> torch.Tensor:
     """E[q q^T] over a text placed all over the context, float64 [layers, Hkv, D, D].
 
     load: builds the decoder on the operations that it is given, with tables for as many positions as
-    shall be looked at; token_ids: the text.
+    shall be looked at; token_ids: the text; progress: told stage and share after each part of it.
     """
+
+    def tell(stage: str, share: float) -> None:
+        if progress is not None:
+            progress(stage, share)
+
     attend, rope = ops.chosen["attention_prefill"].function, ops.chosen["rope"].function
     moments: dict[int, torch.Tensor] = {}
     tables: dict[int, RopeTable] = {}
@@ -77,9 +85,14 @@ def query_moments(
     for start in range(0, len(token_ids), _CHUNK):
         part = list(token_ids[start : start + _CHUNK])
         decoder.forward(torch.tensor(part), _batch(start, len(part)), kv)
+        tell("measuring queries", (start + len(part)) / len(token_ids))
     count = len(token_ids) * (decoder.spec.num_heads // decoder.spec.num_kv_heads)
     found = [(moments[id(cache)] / count, tables.get(id(cache))) for cache in kv]
-    return torch.stack([m if t is None else over_context(m, t, len(token_ids)) for m, t in found])
+    placed: list[torch.Tensor] = []
+    for layer, (one, table) in enumerate(found):
+        placed.append(one if table is None else over_context(one, table, len(token_ids)))
+        tell("placing the text over the context", (layer + 1) / len(found))
+    return torch.stack(placed)
 
 
 def over_context(moments: torch.Tensor, table: RopeTable, num_tokens: int) -> torch.Tensor:

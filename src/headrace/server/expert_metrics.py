@@ -25,6 +25,13 @@ _GAUGES = {
 _MEMORY = {"pinned": "pinned_nbytes", "pageable": "pageable_nbytes", "mapped": "mapped_nbytes"}
 
 
+def expert_memory(snapshot: ExpertSnapshot) -> dict[str, int]:
+    """Bytes of experts by kind, as ``/metrics`` and ``/health`` name them: slots (GPU), pinned, pageable,
+    mapped (a file)."""
+    slots = snapshot.slots_total * snapshot.slot_nbytes
+    return {"slots": slots, **{kind: getattr(snapshot, f) for kind, f in _MEMORY.items()}}
+
+
 class ExpertMetrics:
     """The metrics of one app; absent from its text until a snapshot has experts."""
 
@@ -75,10 +82,8 @@ class ExpertMetrics:
             advance(self._bytes.labels(path), f"expert bytes {path}", before, total)
         for field, gauge in self._gauges.items():
             gauge.set(getattr(snapshot, field) if alive else 0)
-        slots = snapshot.slots_total * snapshot.slot_nbytes
-        self._memory.labels("slots").set(slots if alive else 0)
-        for kind, field in _MEMORY.items():
-            self._memory.labels(kind).set(getattr(snapshot, field) if alive else 0)
+        for kind, nbytes in expert_memory(snapshot).items():
+            self._memory.labels(kind).set(nbytes if alive else 0)
         for missing, fetched in enumerate(snapshot.split):
             self._split.labels(str(missing)).set(fetched if alive else 0)
         for path, gbps in snapshot.rates_gbps.items():

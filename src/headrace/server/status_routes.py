@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from headrace.core.errors import ModelNotFoundError
 from headrace.core.status import EngineInfo
 from headrace.server.client import Phase
+from headrace.server.expert_metrics import expert_memory
 from headrace.server.services import Services
 
 
@@ -80,6 +81,7 @@ def _health(services: Services) -> tuple[int, dict[str, Any]]:
         stage = state.stage if state.phase is Phase.LOADING else "tokenizer"
         return 503, {"status": "loading", "stage": stage, "fraction": round(state.fraction, 4)}
     snapshot = services.client.snapshot
+    experts = snapshot.experts
     return 200, {
         "status": "ok",
         "model": services.model_ids(info)[0],
@@ -87,7 +89,9 @@ def _health(services: Services) -> tuple[int, dict[str, Any]]:
         "context": info.context,
         "kv_format": info.kv_format,
         "threads": info.threads,
-        "memory_nbytes": {"weights": info.weights_nbytes, "kv": info.kv_nbytes},
+        # The numbers and names of headrace_memory_bytes and headrace_expert_memory_bytes in /metrics.
+        "memory_nbytes": info.memory,
+        "expert_memory_nbytes": None if experts is None else expert_memory(experts),
         "choices": [{"name": c.name, "value": c.value, "reason": c.reason} for c in info.choices],
         "running": snapshot.running,
         "waiting": snapshot.waiting,

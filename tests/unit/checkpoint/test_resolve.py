@@ -156,3 +156,10 @@ def test_damaged_models_are_listed_as_such(tmp_path: Path, monkeypatch: pytest.M
 def test_smollm2_is_listed() -> None:
     (found,) = [m for m in list_local() if m.name == "smollm2"]
     assert (found.architecture, found.format, found.nbytes) == ("llama", "Q4_1", 98_362_432)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "Kimi-K2"])
+def test_a_bundled_configuration_is_told_from_a_model_that_is_not_there(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="only the configuration is here") as caught:
+        resolve_ref(name)
+    assert f"`headrace plan {name.lower()}`" in (caught.value.hint or "")

@@ -127,6 +127,20 @@ def test_png_without_matplotlib_is_refused_before_the_measurement(
     assert "printed as text" in err
 
 
+@pytest.mark.parametrize(("percent", "told"), [(50.0, True), (3.0, False)])
+def test_a_busy_machine_is_said(
+    percent: float,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
+    assert run(monkeypatch, tmp_path) == 0
+    err = capsys.readouterr().err
+    assert ("other programs keep 50% of the CPUs busy" in err) == told
+
+
 def test_only_what_is_there_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "disk"]) == 2
     assert "machine" in capsys.readouterr().err

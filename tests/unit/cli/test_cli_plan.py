@@ -345,7 +345,7 @@ def test_small_sizes_are_not_called_a_tenth_of_a_gigabyte(tmp_path, capsys):
     gpu = known_machine("rtx-4090").gpu
     assert gpu is not None
     box = tmp_path / "box.json"
-    small = replace(gpu, memory_nbytes=760 * 10**6)  # 10 MB beside the reserve
+    small = replace(gpu, memory_nbytes=768 * 2**20 + 10**7)  # 10 MB beside the reserve
     replace(known_machine("rtx-4090"), gpu=small).save(box)
     text = said(capsys, "tiny", "--machine", str(box), "--context", "64")
     (line,) = [line for line in text.splitlines() if line.startswith("faster")]
@@ -365,9 +365,8 @@ def test_a_mistyped_rate_of_a_profile_is_not_passed_over(tmp_path, capsys):
 
 def test_a_file_that_is_no_routing_is_called_by_its_flag(tmp_path, capsys):
     file = tmp_path / "x.npz"
-    for content in (None, b"", b"{}"):
-        if content is not None:
-            file.write_bytes(content)
+    for content in (b"", b"{}"):
+        file.write_bytes(content)
         assert main(["plan", "tiny", "--machine", "rtx-4090", "--routing", str(file)]) == 2
         assert f"--routing: {file} is not a routing trace" in capsys.readouterr().err
 
@@ -423,3 +422,36 @@ def test_measured_and_estimated_rates_are_told_apart():
     )
     (estimated,) = rates_text(known_machine("rubin-cpx"))
     assert estimated.startswith("estimated, since nothing is published: GPU memory 2 TB/s (third")
+
+
+def test_lists_for_programs_have_numbers_and_sources(capsys):
+    models = {m["name"]: m for m in json.loads(said(capsys, "--models", "--json"))}
+    # 36 layers of 128 experts of 3 x 2,880 x 2,880 weights alone are 114.7 billion
+    assert 114.7e9 < models["gpt-oss-120b"]["total_weights"] < 118e9
+    assert all(m["source"] for m in models.values())
+    machines = {m["name"]: m for m in json.loads(said(capsys, "--machine", "list", "--json"))}
+    assert machines["rtx-4090"]["memory_nbytes"] == 24 * 2**30
+    assert machines["rtx-4090"]["rates"]["hbm_read"]["value"] == 1008
+    assert all(r["source"] for m in machines.values() for r in m["rates"].values())
+
+
+@pytest.mark.parametrize("names", ["h200,,b200", ",h200,b200", "h200,b200,", "h200"])
+def test_compare_drops_no_empty_name(names, capsys):
+    assert main(["plan", "gpt-oss-20b", "--compare", names]) == 2
+    assert f"--compare is {names!r}" in capsys.readouterr().err
+
+
+def test_compare_s_mistakes_are_called_by_its_name(capsys):
+    assert main(["plan", "gpt-oss-20b", "--compare", "h200,h2000"]) == 2
+    told = capsys.readouterr().err
+    assert "--compare: 'h2000' is not in the catalogue; did you mean h200" in told
+    assert "--machine: " not in told
+
+
+def test_a_routing_that_is_not_there_is_called_missing(tmp_path, capsys):
+    file = tmp_path / "no.npz"
+    words = ["plan", "gpt-oss-120b", "--machine", "rtx-5070-ti", "--routing", str(file)]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert f"--routing: there is no file {file}" in told
+    assert "headrace run MODEL -p TEXT --routing FILE" in told

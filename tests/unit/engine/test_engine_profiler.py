@@ -112,6 +112,15 @@ def test_reports_of_both_phases(engine: Engine):
     assert report_of(engine, Watch(engine), "decode", machine()) is None
 
 
+def test_progress_is_the_share_of_tokens_computed(engine: Engine):
+    """Two sequences of 20 tokens that write 6 each, the last of which is not computed: 50 tokens."""
+    told: list[float] = []
+    run_steps(engine, Workload(prompt=20, steps=6, batch=2), told.append)
+    assert told == sorted(told)
+    assert told[0] >= 20 / 50
+    assert told[-1] == 1.0
+
+
 def test_what_does_not_fit_is_refused(engine: Engine):
     with pytest.raises(ConfigError, match="do not fit the context of 128"):
         run_steps(engine, Workload(prompt=120, steps=20))

@@ -41,6 +41,19 @@ def test_a_profile_names_both_paths_together_and_alone():
     assert path_rates(known(pcie_h2d=25.0), "mxfp4", 4096) is None
 
 
+def test_a_profile_says_how_many_tokens_the_cpu_computes_in_a_read():
+    def tokens(**rates: float) -> float | None:
+        found = path_rates(known(**H200, **rates), "mxfp4", 4096)
+        assert found is not None
+        return found.tokens_of_a_read
+
+    assert tokens() is None
+    assert tokens(cpu_experts_mxfp4_of16=42.0) == 8.0  # 16 tokens in the time of two reads at 84
+    assert tokens(cpu_experts_mxfp4_of16=42.0, cpu_experts_mxfp4_of16_overlapped=73.0) == 16.0
+    assert tokens(cpu_experts_mxfp4_of16_overlapped=1.0) == 1.0  # noise: one token takes one read
+    assert tokens(cpu_experts_q4_k_of16=42.0) is None
+
+
 def test_quick_probes_leave_the_cpu_what_pcie_does_not_take_of_memory():
     rates = path_rates(known(probed=True, pcie_h2d=20.0, dram_read=80.0), "mxfp4", 4096)
     assert rates is not None

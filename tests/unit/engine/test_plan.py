@@ -71,6 +71,25 @@ def test_short_of_what_by_hand():
     assert any("largest bundled model that fits" in text for text in said)
 
 
+def test_b016_a_mixture_too_large_for_the_host_is_refused_from_its_configuration():
+    """gpt-oss-120b on a host of 32 GiB, each byte counted by hand from the published shapes."""
+    found = plan("gpt-oss-120b", "ddr5-6000-dual+ram=32GiB")
+    # Three matrices of 2,880 x 2,880 in MXFP4 (4 bits, and 8 for each 32 of them), their biases in bfloat16.
+    experts = 36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2)
+    # 64 heads of 64 on 8 key heads; biases and sinks of attention and router, 0.6 MB, are not counted.
+    attention = 36 * 2 * (2 * 2880 * 4096 + 2 * 2880 * 512)
+    table = 201_088 * 2880 * 2
+    router, norms = 36 * 2 * 128 * 2880, 73 * 2880 * 2
+    assert found.layout.used["ram"]["experts"] == experts == 60_993_699_840
+    # Every other layer sees 128 tokens, the others all 4,096: keys and values of 8 heads of 64.
+    kv = 18 * (4096 + 128) * 2 * 8 * 64 * 2
+    needed = experts + attention + 2 * table + router + norms + kv
+    needed += workspace_nbytes(found.spec, WORK) + 512 * 2**20
+    assert found.layout.mode == "none"
+    assert found.layout.short == {"ram": needed - (32 * 2**30 - 3 * 10**9)}
+    assert found.speed is None
+
+
 def test_a_mixture_can_lack_both_memories():
     found = plan("glm-5.2", "rtx-4090")
     assert set(found.layout.short) == {"vram", "ram"}

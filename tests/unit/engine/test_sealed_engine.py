@@ -213,7 +213,16 @@ def test_b109_an_8_bit_cache_needs_no_scales_of_the_checkpoint(load):
 
 
 def test_calibrated_directions_are_found_by_the_weights_and_used(load, caplog, tmp_path):
-    done = calibrate("tiny", min_tokens=64, max_tokens=128)
+    told: dict[str, list[float]] = {}
+    done = calibrate(
+        "tiny",
+        min_tokens=64,
+        max_tokens=128,
+        progress=lambda stage, share: told.setdefault(stage, []).append(share),
+    )
+    assert told["measuring queries"][-1] == 1.0
+    # one for each of the eight layers
+    assert told["placing the text over the context"] == [n / 8 for n in range(1, 9)]
     assert done.path.is_relative_to(data_dir({"XDG_DATA_HOME": str(tmp_path)}))
     assert done.num_tokens == 128
     assert 4 / 32 < done.energy <= 1
@@ -278,6 +287,23 @@ def test_the_table_of_auto_is_what_was_measured():
     assert smallest_that_holds("gemma3_text", rank=4, usable=every)[0] == "nvfp4k-fp8v"
     assert smallest_that_holds("gemma3_text", rank=0, usable=every)[0] == "fp8"
     assert smallest_that_holds("qwen3", rank=4, usable=every)[0] == "bf16"
+
+
+def test_auto_s_reason_says_what_was_passed_over_and_what_calibration_changes():
+    """SmolLM2 at 8,192 tokens: +1.01 % without directions is beyond 1 %, +0.64 % with them is not."""
+    name, why = smallest_that_holds("llama", rank=0, usable=frozenset(FORMATS))
+    assert name == "fp8"
+    assert "+0.05 % on SmolLM2-135M at 8192 tokens" in why
+    assert "within 1% of bf16's perplexity" in why
+    assert (
+        "nvfp4k-fp8v changes SmolLM2-135M's perplexity by +1.01 % without calibrated directions, "
+        "+0.64 % with them (`headrace calibrate`, once)"
+    ) in why
+    name, why = smallest_that_holds("llama", rank=4, usable=frozenset(FORMATS))
+    assert name == "nvfp4k-fp8v"
+    assert "calibrate" not in why
+    _, why = smallest_that_holds("llama", rank=0, usable=frozenset({"f32", "bf16"}))
+    assert why == "nvfp4k-fp8v has no kernel here; fp8 has no kernel here"
 
 
 def test_open_pages_are_conserved_and_stale_ones_swept():

@@ -120,3 +120,10 @@ def test_a_mistyped_machine_is_told_how_machines_are_put_together(name: str, mes
     assert (
         known_machine(example[0]).host.memory_nbytes == 192 * 2**30
     )  # what the hint shows is right
+
+
+def test_every_property_has_its_source() -> None:
+    """Memory, multiprocessors and cores too, not the rates alone; a link has neither."""
+    for part in parts().values():
+        assert all(source for _, source in part.rates.values()), part.name
+        assert bool(part.specs) == (part.kind != "link"), part.name

@@ -39,7 +39,7 @@ extern "C" void run(const Call* call, int blocks) {
     kernel = [] { expert_whole(the_call); };
     for (int i = 0; i < blocks; i++) {
         blockIdx = {i, 0, 0};
-        run_block(32 * WARPS + 64);
+        run_block(32 * WARPS + 96);
     }
 }
 """
@@ -84,8 +84,8 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 CASES = [
     # hidden, intermediate, slices, bias, act, blocks, changes of the shape
     (160, 64, 2, True, CLAMPED, 1, {"warps": 2}),
-    (160, 64, 2, True, CLAMPED, 3, {"warps": 2, "stages": 2}),
-    (96, 160, 5, False, SILU, 7, {"warps": 3, "stages": 3}),
+    (160, 64, 2, True, CLAMPED, 3, {"warps": 2, "stages": 2, "own_percent": 100}),
+    (96, 160, 5, False, SILU, 7, {"warps": 3, "stages": 3, "own_percent": 0}),
     # Rows of 18 blocks, as gpt-oss' experts have in five slices.
     (32, 576, 1, True, CLAMPED, 2, {"warps": 1}),
 ]
@@ -117,9 +117,10 @@ def test_source_computes_float64(
     x_halves = _halves(x)
     h_halves = torch.zeros(4, 2, inner, dtype=torch.float16)
     partial = torch.full((4, slices, hidden), torch.nan)
-    done = torch.zeros(len(entries) + 1, dtype=torch.int32)
+    done = torch.zeros(len(entries) + 3, dtype=torch.int32)
     tensors = (
-        slabs, entries, counts, pair_token, pair_weight, x_halves, h_halves, partial, done[1:], done,
+        slabs, entries, counts, pair_token, pair_weight, x_halves, h_halves, partial, done[3:],
+        done[1:], done,
     )  # fmt: skip
     call = whole._Call(*(t.data_ptr() for t in tensors), 1, len(entries))
     library.run(ctypes.byref(call), blocks)

@@ -66,6 +66,8 @@ def test_expert_loads_compute(fmt: str) -> None:
     with open_load(registry.cpu_experts(), fmt, 2, store_nbytes=1 << 20) as load:
         assert load(1, (0,), 0.001) > 0
         assert load(2, (), 0.001) > 0
+    with open_load(registry.cpu_experts(), fmt, 2, store_nbytes=1 << 20, tokens=2) as load:
+        assert load(2, (), 0.001) > 0
 
 
 def test_experts_without_extension_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,9 +227,13 @@ class NativeExpertService:
         """Change how rows are read: rows at once, prefetch distances (0: no second). For benchmarks."""
         self._native.set_reading(rows, near_nbytes, far_nbytes)
 
-    def tune_tiles(self, *, tokens: int, pairs: int) -> None:
-        """Use matrix tiles for items of so many pairs in requests of so many tokens. For benchmarks."""
-        self._native.set_tile_use(tokens, pairs)
+    def tune_tiles(self, *, tokens: int, pairs: int, narrow_pairs: int, block_pairs: int) -> None:
+        """Which items use matrix tiles. For benchmarks.
+
+        Requests of fewer than ``tokens`` tokens use exact blocks for items of ``block_pairs`` pairs and more,
+        larger ones narrow products from ``narrow_pairs`` on and whole tiles from ``pairs`` on.
+        """
+        self._native.set_tile_use(tokens, pairs, narrow_pairs, block_pairs)
 
     def share_work(self, *, help_others: bool, yield_waiting: bool) -> None:
         """Whether threads take over others' work, and offer their CPU while they wait. For benchmarks."""

@@ -22,13 +22,19 @@ def mass_bits(vocab: int) -> int:
     return min(MASS_BITS, _MOST_BITS - (vocab - 1).bit_length())
 
 
-def sample(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor,
+    rules: torch.Tensor,
+    counters: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Choose each row's token by its rule.
 
     Args:
         logits: float32 [R, V], raw.
         rules: float64 [R, 5], ``ops.records.Rule`` of each row, on the logits' device.
         counters: int32 zeros, one for each row at least, that calls running at the same time must not share.
+        tokens: int64 [R] that takes the ids, too, for the next step to read.
 
     Returns int32 [2, R]: token ids, and the bits of the float32 that is each row's largest logit. A row
     whose largest logit is not finite, a NaN first of all, has the id of that. Rows without a rule have
@@ -37,7 +43,7 @@ def sample(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) ->
     Raises:
         InternalError: shapes do not fit.
     """
-    check(logits, rules, counters)
+    check(logits, rules, counters, tokens)
     largest, ids = logits.max(-1)
     ids = logits.argmax(-1)  # the first of equals, and a NaN before anything
     listed: list[list[float]] = rules.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -47,10 +53,18 @@ def sample(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) ->
     ]
     found = torch.tensor(chosen, dtype=torch.int32, device=logits.device)
     both = torch.stack((found, largest.contiguous().view(torch.int32)))
-    return torch.where((rules[:, 0] < 0.0)[None], 0, both)
+    picked = torch.where((rules[:, 0] < 0.0)[None], 0, both)
+    if tokens is not None:
+        tokens.copy_(picked[0])
+    return picked
 
 
-def check(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) -> None:
+def check(
+    logits: torch.Tensor,
+    rules: torch.Tensor,
+    counters: torch.Tensor,
+    tokens: torch.Tensor | None,
+) -> None:
     """Refuse what does not fit together.
 
     Raises:
@@ -67,6 +81,10 @@ def check(logits: torch.Tensor, rules: torch.Tensor, counters: torch.Tensor) -> 
         )
     if len(counters) < rows:
         raise InternalError(f"sample: {len(counters)} counters for {rows} rows")
+    if tokens is not None and (tokens.dtype != torch.int64 or tuple(tokens.shape) != (rows,)):
+        raise InternalError(
+            f"sample: tokens are {tokens.dtype} {tuple(tokens.shape)}, expected int64 [{rows}]"
+        )
 
 
 def _draw(logits: torch.Tensor, largest: float, rule: list[float], best: int) -> int:

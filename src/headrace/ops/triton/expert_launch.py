@@ -84,8 +84,8 @@ class Tuning:
     await_spins: int = 5_000_000
     await_early: bool = True  # while what was fetched is computed
     blocks: BlockTuning | None = None  # of the kernels for any format; the measured one if None
-    # MXFP4 in one kernel where there is one: 24.3 us instead of 25.3 alone, and within a step no more than
-    # 1 % (docs/adr/0009).
+    # MXFP4 in one kernel where there is one: 22.9 us instead of 25.5 alone; within a step its forerunner, of
+    # 24.3, gained no more than 1 % (docs/adr/0009).
     whole: bool = False
 
 

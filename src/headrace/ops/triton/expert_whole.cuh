@@ -33,12 +33,21 @@ typedef unsigned long long u64;
 #define SUMS 2               // that the products of a unit go into in turn: each waits for the one before in its sum
 #define MOST_THREADS 512     // keeps registers to 128, so that small kernels fit beside this one
 
+#define CHUNKS ((TILES2 + CHUNK - 1) / CHUNK)
+#define H_NBYTES (WIDTH * 2)
+#define ENTRIES 32  // that a block keeps at hand
+#define END -1      // instead of a piece of work
+
 struct Shared {
     alignas(128) u8 stage[STAGES][STAGE];
     u8 beyond[BEYOND];
+    alignas(128) u16 h[STAGES][2][WIDTH];  // of a run of down's first pair
     float4 sums[RESULTS][WARPS][16];  // of each warp, of four lanes: gates, then ups
     float biases[RESULTS][16];
-    u64 full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS], polled;
+    int4 entries[ENTRIES];
+    int work[STAGES], sums_of[RESULTS];
+    u64 known[STAGES], full[STAGES], h_full[STAGES], free[STAGES], sums_full[RESULTS], sums_free[RESULTS];
+    u64 closed;
 };
 static_assert(sizeof(Shared) <= SHARED_NBYTES, "the launch must ask for as much as there is");
 
@@ -84,14 +93,17 @@ __device__ __forceinline__ void bulk_copy(void* to, const u8* from, u32 nbytes, 
         : "memory");
 }
 
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 nbytes, u64& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(address(to)), "l"(from), "r"(nbytes), "r"(address(&barrier))
+                 : "memory");
+}
+
+// What this thread may read, bulk copies that it starts later may read, too.
+__device__ __forceinline__ void copies_see_memory() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // Ask for the line of an address before somebody waits for it: from memory, or from the second-level cache.
 __device__ __forceinline__ void ask(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-__device__ __forceinline__ void touch(const void* p) {
-    u32 word;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
-    (void)word;
-}
 
 // Add to *p, after everything that this thread, or one that it has met at a barrier, wrote before.
 __device__ __forceinline__ void add_released(int* p, int more) {

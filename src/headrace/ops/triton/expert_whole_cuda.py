@@ -22,7 +22,7 @@ SOURCES = ("expert_whole.cuh", "expert_whole.cu")
 CAPABILITY = (9, 0)  # bulk copies, programmatic dependent launch
 BLOCK, ROWS = 32, 16  # weights of a scale, rows of a tile
 UNIT = 4 * BLOCK  # columns that four lanes take at a time
-RESULTS, BEYOND = 4, 64  # of the source
+RESULTS, BEYOND, ENTRIES = 4, 64, 32  # of the source
 # Of a row, for each warp: activations that it holds are 16 registers a unit. Of a whole row: instructions.
 MOST_UNITS, MOST_UNITS_OF_ROW = 3, 12
 LEAST_STAGES = 3
@@ -36,13 +36,15 @@ PATIENCE_NS = 5_000_000
 class Shape:
     """Compile-time choices.
 
-    warps: that multiply; stages: each a tile of gate and up, or several of down, on their way
-        (H200, 2026-11-30, four experts of gpt-oss, us: 8 warps and 6 stages 23.4, 4 stages 23.5, 8 24.5; 12
-        warps 23.9)
+    warps: that multiply; stages: pieces on their way, each a tile of gate and up or several of down;
+    own_percent: of the tiles of gate and up that blocks take without drawing
+        (H200, 2026-11-30, four experts of gpt-oss, us, in one run: 50 % 22.9, 75 % 24.0, 90 % 24.4, 0 24.2;
+        with 50 %: 12 warps 23.1, 7 stages 23.6)
     """
 
     warps: int = 8
     stages: int = 6
+    own_percent: int = 50
 
 
 class _Call(ctypes.Structure):
@@ -51,7 +53,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "arena", "entries", "counts", "pair_token", "pair_weight", "x", "h", "partial", "done",
-            "passed",
+            "drawn", "passed",
         )),
         ("which", ctypes.c_int), ("most", ctypes.c_int),
     )  # fmt: skip
@@ -71,9 +73,11 @@ def shared_nbytes(geometry: SliceGeometry, shape: Shape) -> int:
     """Bytes of the kernel's ``Shared``."""
     gate_up, down = (_tile_nbytes(k, geometry.has_bias) for k in (geometry.hidden, geometry.width))
     stage = _up(max(gate_up, chunk_of(geometry) * down))
-    barriers = 2 * (shape.stages + RESULTS) + 1
+    h = shape.stages * 2 * geometry.width * 2
+    barriers = 4 * shape.stages + 2 * RESULTS + 1
     sums = RESULTS * ROWS * 4 * (4 * shape.warps + 1)
-    return _up(shape.stages * stage + BEYOND + sums + 8 * barriers)
+    entries = ENTRIES * 16 + 4 * (shape.stages + RESULTS)
+    return _up(shape.stages * stage + BEYOND + 128 + h + sums + entries + 8 * barriers)
 
 
 def _up(nbytes: int) -> int:
@@ -108,7 +112,7 @@ def defines(
         f"ALPHA={float(act.alpha)}f", f"LIMIT={float(act.limit)}f",
         f"WARPS={shape.warps}", f"STAGES={shape.stages}", f"CHUNK={chunk_of(g)}",
         f"SHARED_NBYTES={shared_nbytes(g, shape)}",
-        f"PATIENCE_NS={patience_ns}",
+        f"OWN_PERCENT={shape.own_percent}", f"PATIENCE_NS={patience_ns}",
     )  # fmt: skip
 
 
@@ -173,7 +177,7 @@ class WholeExperts:
         self._state, self._arena, self._blocks = state, arena, blocks
         self._x, self._h, self._partial = x_halves, h_halves, partial
         most = max(state.hits.shape[0], state.fetches.shape[0])
-        self._done = torch.zeros(most + 1, dtype=torch.int32, device=arena.device)
+        self._done = torch.zeros(most + 3, dtype=torch.int32, device=arena.device)
 
     def compute(self, entries: torch.Tensor, which: int, *, overlaps: bool) -> None:
         """partial = weight * (down act(gate x, up x) + bias) of ``counts[which]`` entries.
@@ -183,8 +187,8 @@ class WholeExperts:
         s = self._state
         tensors = (
             self._arena, entries, s.counts, s.pair_token, s.pair_weight, self._x, self._h,
-            self._partial, self._done[1:], self._done,
+            self._partial, self._done[3:], self._done[1:], self._done,
         )  # fmt: skip
         call = _Call(*(t.data_ptr() for t in tensors), which, len(entries))
-        threads = 32 * self._shape.warps + 64
+        threads = 32 * self._shape.warps + 96
         self._kernel.launch((self._blocks, 1, 1), threads, call, overlaps=overlaps)

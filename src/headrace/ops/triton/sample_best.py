@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.overlap import wait_and_release
-from headrace.ops.triton.sample_weights import RULE, order_key
+from headrace.ops.triton.sample_weights import RULE, key_value, order_key, tell
 
 _LEAST_KEY = tl.constexpr(-(1 << 63))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -17,12 +17,13 @@ _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def best_kernel(
-    logits, rules, keys, counters, picked, vocab, rows,
+    logits, rules, keys, counters, picked, tokens, vocab, rows,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (c, r) finds the best of chunk c of row r; the row's last one finds the best of those.
 
     keys: int64 [rows, chunks], of a logit and, among equals, the smaller id; counters: 0 before and after
+    picked: int32 [2, rows], see the reference; tokens: int64 [rows], takes the ids, too
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parts = tl.num_programs(0)
@@ -44,10 +45,8 @@ def best_kernel(
             )  # fmt: skip
             best = tl.max(found, 0)
             high = (best >> 32).to(tl.int32)
-            tl.store(picked + row, (best & 0x7FFFFFFF).to(tl.int32) ^ _LAST_ID)
-            tl.store(picked + rows + row, high ^ ((high >> 31) & 0x7FFFFFFF))
+            tell(picked, tokens, row, (best & 0x7FFFFFFF).to(tl.int32) ^ _LAST_ID)
+            tl.store(picked + rows + row, key_value(high).to(tl.int32, bitcast=True))
     elif part == 0:
-        tl.store(
-            picked + row, 0
-        )  # an id at least: whoever is nobody's may still be fed to the next step
+        tell(picked, tokens, row, part)  # 0: nobody's row may still be fed to the next step
         tl.store(picked + rows + row, 0)

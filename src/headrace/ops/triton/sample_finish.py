@@ -37,6 +37,7 @@ from headrace.ops.triton.sample_weights import (
     mass_of,
     share_of,
     target_of,
+    tell,
     weigh,
 )
 
@@ -45,7 +46,7 @@ _WAYS = tl.constexpr(8)
 
 @triton.jit
 def _from(
-    kind, least, bits, logits, top, temperature, min_p, vocab,
+    kind, least, bits, logits, top, temperature, inverse, min_p, vocab,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """int64 [W]: how many weights have bits of ``least`` [W] or more, or their mass: of ``bits`` [N], or of
@@ -54,7 +55,7 @@ def _from(
         at = tl.arange(0, CHUNK)
         found = tl.zeros((_WAYS,), tl.int64)
         for start in range(0, vocab, CHUNK):
-            some = weigh(logits, start + at, start + at < vocab, top, temperature, min_p)
+            some = weigh(logits, start + at, start + at < vocab, top, temperature, inverse, min_p)
             inside = some[None, :] >= least[:, None]
             amount = tl.where(kind == BY_COUNT, 1, mass_of(some, UNITS))
             found += tl.sum(tl.where(inside, amount[None, :], 0), 1)
@@ -69,7 +70,7 @@ def _from(
 
 @triton.jit
 def _search(
-    kind, need, low, high, above, bits, logits, top, temperature, min_p, vocab,
+    kind, need, low, high, above, bits, logits, top, temperature, inverse, min_p, vocab,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Bits of the largest weight in [low, high) that, with all above it, reaches ``need``.
@@ -81,7 +82,7 @@ def _search(
         # Eight points at a time: what a round costs is waiting for its sums.
         least = low + (high - low) * way // _WAYS
         reached = above + _from(
-            kind, least.to(tl.int32), bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+            kind, least.to(tl.int32), bits, logits, top, temperature, inverse, min_p, vocab, ALL, CHUNK, UNITS
         ) >= need  # fmt: skip
         last = tl.sum(reached.to(tl.int32), 0)  # the first point is ``low``, which does
         high = tl.where(last == _WAYS, high, low + (high - low) * last // _WAYS)
@@ -90,19 +91,28 @@ def _search(
 
 
 @triton.jit
-def _one_from(
-    kind, least, bits, logits, top, temperature, min_p, vocab,
+def _above(
+    border, bits, logits, top, temperature, inverse, min_p, vocab,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """``_from`` of a single bound."""
-    bound = tl.zeros((_WAYS,), tl.int32) + least.to(tl.int32)
-    found = _from(kind, bound, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS)
-    return tl.max(found, 0)
+    """(count, mass), int64, of the weights above ``border``: of ``bits``, or of ALL of a row."""
+    if ALL:
+        at = tl.arange(0, CHUNK)
+        count = tl.zeros((CHUNK,), tl.int32)
+        mass = tl.zeros((CHUNK,), tl.int64)
+        for start in range(0, vocab, CHUNK):
+            some = weigh(logits, start + at, start + at < vocab, top, temperature, inverse, min_p)
+            count += (some > border).to(tl.int32)
+            mass += tl.where(some > border, mass_of(some, UNITS), 0)
+    else:
+        count = (bits > border).to(tl.int32)
+        mass = tl.where(bits > border, mass_of(bits, UNITS), 0)
+    return tl.sum(count, 0).to(tl.int64), tl.sum(mass, 0)
 
 
 @triton.jit
 def _settle(
-    state, top_p, bits, logits, top, temperature, min_p, vocab,
+    state, top_p, bits, logits, top, temperature, inverse, min_p, vocab,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """(bits of the border, how many that equal it are kept, mass of all that is kept)."""
@@ -112,30 +122,25 @@ def _settle(
     if not ALL:
         count_above = tl.load(state + STATE_COUNT_ABOVE)
         mass_above = tl.load(state + STATE_MASS_ABOVE)
-    above = tl.where(kind == BY_COUNT, count_above, mass_above)
-    border = _search(
-        kind, need, low, high, above, bits, logits, top, temperature, min_p, vocab,
-        ALL, CHUNK, UNITS,
-    )  # fmt: skip
-    by_mass = kind * 0 + BY_MASS
-    mass = mass_above + _one_from(
-        by_mass, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
-    )
-    ties = need * 0
-    if kind == BY_COUNT:
-        ties = need - count_above - _one_from(
-            kind, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
+    border, count, mass, searching = low, kind * 0, kind * 0, kind == kind
+    while searching:  # once, or by count and then, among what that has left, by mass
+        above = tl.where(kind == BY_COUNT, count_above, mass_above)
+        border = _search(
+            kind, need, low, high, above, bits, logits, top, temperature, inverse, min_p, vocab,
+            ALL, CHUNK, UNITS,
         )  # fmt: skip
-        if top_p < 1.0:
-            kind = by_mass
-            need = target_of(top_p, mass + ties * mass_of(border.to(tl.int32), UNITS))
-            border = _search(
-                kind, need, border, border * 0 + TOP, mass_above, bits, logits, top, temperature,
-                min_p, vocab, ALL, CHUNK, UNITS,
-            )  # fmt: skip
-            mass = mass_above + _one_from(
-                kind, border + 1, bits, logits, top, temperature, min_p, vocab, ALL, CHUNK, UNITS
-            )
+        count, mass = _above(
+            border.to(tl.int32), bits, logits, top, temperature, inverse, min_p, vocab,
+            ALL, CHUNK, UNITS,
+        )  # fmt: skip
+        mass += mass_above
+        searching = (kind == BY_COUNT) & (top_p < 1.0)
+        if searching:
+            total = mass + (need - count_above - count) * mass_of(border.to(tl.int32), UNITS)
+            need = target_of(top_p, total)
+            kind += BY_MASS - BY_COUNT
+            low, high = border, border * 0 + TOP
+    ties = need - count_above - count  # by count
     one = mass_of(border.to(tl.int32), UNITS)
     ties = tl.where(kind == BY_MASS, (need - mass + one - 1) // tl.maximum(one, 1), ties)
     return border.to(tl.int32), ties.to(tl.int32), mass + ties * one
@@ -143,13 +148,13 @@ def _settle(
 
 @triton.jit
 def _draw_listed(
-    state, bases, above, ids, sums, equals, number, top_p, bits, logits, top, temperature, min_p,
+    state, bases, above, ids, sums, equals, number, top_p, bits, logits, top, temperature, inverse, min_p,
     vocab, parts, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
     UNITS: tl.constexpr,
 ):  # fmt: skip
     """The token of a row whose candidates are ``bits`` [ROOM]; pointers are the row's own."""
     border, ties, total = _settle(
-        state, top_p, bits, logits, top, temperature, min_p, vocab, False, CHUNK, UNITS
+        state, top_p, bits, logits, top, temperature, inverse, min_p, vocab, False, CHUNK, UNITS
     )
     mark = tl.minimum(share_of(number, total), total - 1)
     place = tl.arange(0, ROOM)
@@ -173,19 +178,31 @@ def _draw_listed(
         mark -= tl.sum(tl.where(chunk == mine - 1, upto, 0), 0)
         ties -= tl.sum(tl.where(chunk == mine, before, 0), 0)
         token = draw_of_chunk(
-            logits, mine, mark, top, temperature, min_p, vocab, border, ties, False, CHUNK, UNITS
+            logits,
+            mine,
+            mark,
+            top,
+            temperature,
+            inverse,
+            min_p,
+            vocab,
+            border,
+            ties,
+            False,
+            CHUNK,
+            UNITS,
         )
     return token
 
 
 @triton.jit
 def _draw_wide(
-    state, number, top_p, logits, top, temperature, min_p, vocab, parts,
+    state, number, top_p, logits, top, temperature, inverse, min_p, vocab, parts,
     CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The token of a row, by passes over all of its logits."""
     border, ties, total = _settle(
-        state, top_p, tl.zeros((1,), tl.int32), logits, top, temperature, min_p, vocab, True, CHUNK,
+        state, top_p, tl.zeros((1,), tl.int32), logits, top, temperature, inverse, min_p, vocab, True, CHUNK,
         UNITS,
     )  # fmt: skip
     mark = tl.minimum(share_of(number, total), total - 1)
@@ -193,7 +210,7 @@ def _draw_wide(
     chunk, searching = parts * 0, parts == parts
     while searching:
         at = chunk * CHUNK + tl.arange(0, CHUNK)
-        bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+        bits = weigh(logits, at, at < vocab, top, temperature, inverse, min_p)
         equal = tl.minimum(tl.sum((bits == border).to(tl.int32), 0), ties)
         mass = tl.sum(tl.where(bits > border, mass_of(bits, UNITS), 0), 0) + equal * one
         searching = mass <= mark
@@ -201,13 +218,25 @@ def _draw_wide(
         ties -= tl.where(searching, equal, 0)
         chunk += searching.to(tl.int32)
     return draw_of_chunk(
-        logits, chunk, mark, top, temperature, min_p, vocab, border, ties, False, CHUNK, UNITS
+        logits,
+        chunk,
+        mark,
+        top,
+        temperature,
+        inverse,
+        min_p,
+        vocab,
+        border,
+        ties,
+        False,
+        CHUNK,
+        UNITS,
     )
 
 
 @triton.jit
 def _list_chunk(
-    logits, state, bases, above, candidates, ids, part, vocab, top, temperature, min_p,
+    logits, state, bases, above, candidates, ids, part, vocab, top, temperature, inverse, min_p,
     CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's candidates to their places, and the mass that is above them."""
@@ -216,7 +245,7 @@ def _list_chunk(
     base, end = tl.load(bases + part), tl.load(bases + part + 1)
     if (end > base) | (high < TOP):
         at = part * CHUNK + tl.arange(0, CHUNK)
-        bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+        bits = weigh(logits, at, at < vocab, top, temperature, inverse, min_p)
         inside = (bits >= low) & (bits < high)
         place = base + tl.cumsum(inside.to(tl.int32), 0) - 1
         tl.store(candidates + place, bits, mask=inside)
@@ -226,7 +255,7 @@ def _list_chunk(
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def finish_kernel(
-    logits, rules, picked, state, bases, above, candidates, ids, sums, equals, counters, vocab, rows,
+    logits, rules, picked, tokens, state, bases, above, candidates, ids, sums, equals, counters, vocab, rows,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, UNITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -238,6 +267,7 @@ def finish_kernel(
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parts = tl.num_programs(0)
     temperature = tl.load(rules + RULE * row).to(tl.float32)
+    inverse = tl.div_rn(1.0, temperature)
     min_p = tl.load(rules + RULE * row + 1).to(tl.float32)
     top_p = tl.load(rules + RULE * row + 3)
     number = tl.load(rules + RULE * row + 4)
@@ -251,8 +281,8 @@ def finish_kernel(
     candidates, ids = candidates + row * ROOM, ids + row * ROOM
     if active & (mode == LISTED):
         _list_chunk(
-            logits, state, bases, above, candidates, ids, part, vocab, top, temperature, min_p, CHUNK,
-            UNITS,
+            logits, state, bases, above, candidates, ids, part, vocab, top, temperature, inverse, min_p,
+            CHUNK, UNITS,
         )  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == parts - 1:
@@ -262,11 +292,22 @@ def finish_kernel(
             bits = tl.load(candidates + place, mask=place < found, other=-1, cache_modifier=".cg")
             token = _draw_listed(
                 state, bases, above, ids, sums + row * ROOM, equals + row * ROOM, number, top_p,
-                bits, logits, top, temperature, min_p, vocab, parts, CHUNK, CHUNKS, ROOM, UNITS,
+                bits, logits, top, temperature, inverse, min_p, vocab, parts, CHUNK, CHUNKS, ROOM, UNITS,
             )  # fmt: skip
-            tl.store(picked + row, token)
+            tell(picked, tokens, row, token)
     if active & (mode == WIDE) & (part == 0):
         token = _draw_wide(
-            state, number, top_p, logits, top, temperature, min_p, vocab, parts, CHUNK, UNITS
+            state,
+            number,
+            top_p,
+            logits,
+            top,
+            temperature,
+            inverse,
+            min_p,
+            vocab,
+            parts,
+            CHUNK,
+            UNITS,
         )
-        tl.store(picked + row, token)
+        tell(picked, tokens, row, token)

@@ -17,14 +17,17 @@ from headrace.ops.triton.sample_weights import (
     RULE,
     TOP,
     is_drawn,
+    key_value,
     mass_of,
     share_of,
     target_of,
+    tell,
     weigh,
+    weight_bits,
 )
 
 EDGES = tl.constexpr(32)
-_GROUP = tl.constexpr(4)  # edges at a time
+_GROUP = tl.constexpr(16)  # edges at a time
 # What is known of a row, int64 each. STATE_MODE says what is left to do.
 STATE = tl.constexpr(8)
 STATE_MODE, STATE_LOW, STATE_HIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -45,13 +48,13 @@ def _edges(low, high, e, FIRST: tl.constexpr):
 
 @triton.jit
 def draw_of_chunk(
-    logits, chunk, mark, top, temperature, min_p, vocab, border, ties,
+    logits, chunk, mark, top, temperature, inverse, min_p, vocab, border, ties,
     ALL: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The id in a chunk at which the sum of kept masses exceeds ``mark``: ALL of them, or those above
     ``border``, and the first ``ties`` of those that equal it."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
+    bits = weigh(logits, at, at < vocab, top, temperature, inverse, min_p)
     mass = mass_of(bits, UNITS)
     if not ALL:
         equal = (bits == border).to(tl.int32)
@@ -72,10 +75,10 @@ def _decide(
     """
     state += row * STATE
     e, chunk = tl.arange(0, EDGES), tl.arange(0, CHUNKS)
-    here = (e[:, None] + row * EDGES) * parts + chunk[None, :]
-    ok = (chunk < parts)[None, :]
-    count = tl.sum(tl.load(counts + here, mask=ok, other=0, cache_modifier=".cg"), 1)
-    mass = tl.sum(tl.load(masses + here, mask=ok, other=0, cache_modifier=".cg"), 1)
+    here = (row * parts + chunk[:, None]) * EDGES + e[None, :]
+    ok = (chunk < parts)[:, None]
+    count = tl.sum(tl.load(counts + here, mask=ok, other=0, cache_modifier=".cg"), 0)
+    mass = tl.sum(tl.load(masses + here, mask=ok, other=0, cache_modifier=".cg"), 0)
     if FIRST:
         all_count = tl.sum(tl.where(e == EDGES - 1, count, 0), 0)
         all_mass = tl.sum(tl.where(e == EDGES - 1, mass, 0), 0)
@@ -108,9 +111,9 @@ def _decide(
     tl.store(state + STATE_COUNT_ABOVE, tl.where(whole, 0, count_high).to(tl.int64))
     tl.store(state + STATE_MASS_ABOVE, tl.where(whole, 0, mass_high))
     if mode == LISTED:
-        at = (row * EDGES + found) * parts + chunk
+        at = (row * parts + chunk) * EDGES + found
         mine = tl.load(counts + at, mask=chunk < parts, other=0, cache_modifier=".cg")
-        above = tl.load(counts + at - parts, mask=chunk < parts, other=0, cache_modifier=".cg")
+        above = tl.load(counts + at - 1, mask=chunk < parts, other=0, cache_modifier=".cg")
         mine = tl.where(whole, mine, mine - above)
         tl.store(bases + row * (parts + 1) + chunk + 1, tl.cumsum(mine, 0), mask=chunk < parts)
         tl.store(bases + row * (parts + 1), 0)
@@ -119,12 +122,12 @@ def _decide(
 
 @triton.jit
 def _draw_from_all(
-    logits, rules, masses, picked, row, parts, vocab, top, temperature, min_p,
+    logits, rules, masses, picked, tokens, row, parts, vocab, top, temperature, inverse, min_p,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Draw from all that min_p has left: first a chunk, then an id in it."""
     chunk = tl.arange(0, CHUNKS)
-    at = (row * EDGES + EDGES - 1) * parts + chunk
+    at = (row * parts + chunk) * EDGES + EDGES - 1
     mass = tl.load(masses + at, mask=chunk < parts, other=0, cache_modifier=".cg")
     total = tl.sum(mass, 0)
     mark = tl.minimum(share_of(tl.load(rules + RULE * row + 4), total), total - 1)
@@ -132,64 +135,76 @@ def _draw_from_all(
     mine = tl.sum(before.to(tl.int32), 0)
     mark -= tl.sum(tl.where(before, mass, 0), 0)
     token = draw_of_chunk(
-        logits, mine, mark, top, temperature, min_p, vocab, 0, 0, True, CHUNK, UNITS
+        logits, mine, mark, top, temperature, inverse, min_p, vocab, 0, 0, True, CHUNK, UNITS
     )
-    tl.store(picked + row, token)
+    tell(picked, tokens, row, token)
 
 
 @triton.jit
 def _sum_chunk(
-    logits, masses, row, part, parts, vocab, top, temperature, min_p,
+    logits, masses, row, part, parts, vocab, top, temperature, inverse, min_p,
     CHUNK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """A chunk's mass, where the last edge's is."""
     at = part * CHUNK + tl.arange(0, CHUNK)
-    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-    where = (row * EDGES + EDGES - 1) * parts + part
+    bits = weigh(logits, at, at < vocab, top, temperature, inverse, min_p)
+    where = (row * parts + part) * EDGES + EDGES - 1
     tl.store(masses + where, tl.sum(mass_of(bits, UNITS), 0))
 
 
 @triton.jit
 def _compare_chunk(
-    logits, counts, masses, low, high, row, part, parts, vocab, top, temperature, min_p,
-    FIRST: tl.constexpr, CHUNK: tl.constexpr, UNITS: tl.constexpr,
+    logits, keys, counts, masses, low, high, row, part, parts, vocab, top, temperature, inverse, min_p,
+    FIRST: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """How many of a chunk's weights are not below each edge, and their mass.
 
-    Edges above all of them are most, where a few tokens are likely: only the chunk with one looks there.
+    Half of the edges at a time, and not those above the chunk's largest weight: where a few tokens are
+    likely, most chunks have none above the first half.
     """
-    at = part * CHUNK + tl.arange(0, CHUNK)
-    bits = weigh(logits, at, at < vocab, top, temperature, min_p)
-    mass = mass_of(bits, UNITS)
-    most = tl.max(bits, 0)
-    g = tl.arange(0, _GROUP)
-    for first in tl.static_range(0, 32, _GROUP):
-        count = tl.zeros((_GROUP,), tl.int32)
-        sum_ = tl.zeros((_GROUP,), tl.int64)
-        edge = _edges(low, high, g + first, FIRST)
+    lane = tl.arange(0, LANES)
+    most = weight_bits(
+        key_value((tl.load(keys + row * parts + part) >> 32).to(tl.int32)),
+        top, temperature, inverse, min_p,
+    )  # fmt: skip
+    for first in range(0, EDGES, _GROUP):
+        e = first + tl.arange(0, _GROUP)
+        edge = _edges(low, high, e, FIRST)
+        count = tl.zeros((_GROUP, LANES), tl.int32)
+        mass = tl.zeros((_GROUP, LANES), tl.int64)
         if most >= tl.min(edge, 0):
-            inside = bits[None, :] >= edge[:, None]
-            count = tl.sum(inside.to(tl.int32), 1)
-            sum_ = tl.sum(tl.where(inside, mass[None, :], 0), 1)
-        where = (row * EDGES + g + first) * parts + part
-        tl.store(counts + where, count)
-        tl.store(masses + where, sum_)
+            at = part * CHUNK + lane
+            coming = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+            for _ in range(CHUNK // LANES):
+                value = coming  # the next ones are on their way meanwhile; the last time they are nobody's
+                at += LANES
+                coming = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+                bits = weight_bits(value, top, temperature, inverse, min_p)
+                bits = tl.where(at - LANES < vocab, bits, -1)
+                inside = bits[None, :] >= edge[:, None]
+                count += inside.to(tl.int32)
+                mass += tl.where(inside, mass_of(bits, UNITS)[None, :], 0)
+        where = (row * parts + part) * EDGES + e
+        tl.store(counts + where, tl.sum(count, 1))
+        tl.store(masses + where, tl.sum(mass, 1))
 
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every batch
 def narrow_kernel(
-    logits, rules, picked, counts, masses, state, bases, counters, vocab, rows,
+    logits, rules, picked, tokens, keys, counts, masses, state, bases, counters, vocab, rows,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    ROOM: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, ROOM: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (c, r) compares chunk c of row r with the edges; the row's last one decides.
 
-    counts: int32, masses: int64 [rows, EDGES, chunks], of what is not below an edge
+    keys: as ``best_kernel`` leaves them
+    counts: int32, masses: int64 [rows, chunks, EDGES], of what is not below an edge
     state: int64 [rows, STATE]; bases: int32 [rows, chunks + 1], where each chunk's candidates go
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     parts = tl.num_programs(0)
     temperature = tl.load(rules + RULE * row).to(tl.float32)
+    inverse = tl.div_rn(1.0, temperature)
     min_p = tl.load(rules + RULE * row + 1).to(tl.float32)
     top_k = tl.load(rules + RULE * row + 2).to(tl.int32)
     top_p = tl.load(rules + RULE * row + 3)
@@ -205,12 +220,23 @@ def narrow_kernel(
         everything = (top_k <= 0) & (top_p >= 1.0)
         if everything:
             _sum_chunk(
-                logits, masses, row, part, parts, vocab, top, temperature, min_p, CHUNK, UNITS
+                logits,
+                masses,
+                row,
+                part,
+                parts,
+                vocab,
+                top,
+                temperature,
+                inverse,
+                min_p,
+                CHUNK,
+                UNITS,
             )
         else:
             _compare_chunk(
-                logits, counts, masses, low, high, row, part, parts, vocab, top, temperature, min_p,
-                FIRST, CHUNK, UNITS,
+                logits, keys, counts, masses, low, high, row, part, parts, vocab, top, temperature, inverse,
+                min_p, FIRST, CHUNK, LANES, UNITS,
             )  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == parts - 1:
@@ -225,6 +251,6 @@ def narrow_kernel(
                 )  # fmt: skip
             if mode == DONE:
                 _draw_from_all(
-                    logits, rules, masses, picked, row, parts, vocab, top, temperature, min_p,
-                    CHUNK, CHUNKS, UNITS,
+                    logits, rules, masses, picked, tokens, row, parts, vocab, top, temperature, inverse,
+                    min_p, CHUNK, CHUNKS, UNITS,
                 )  # fmt: skip

@@ -45,13 +45,16 @@ def order_key(value):
 
 
 @triton.jit
-def weigh(logits, at, inside, top, temperature, min_p):
-    """The weights exp((l - top) / temperature) of a row's logits ``at``, ``inside`` the vocabulary.
+def weight_bits(value, top, temperature, inverse, min_p):
+    """Bits of the float32 exp((value - top) / temperature), which are ordered like it; -1 below min_p.
 
-    Returns the bits of the float32, which are ordered like them; -1 for what is less than min_p.
+    inverse: 1 / temperature, rounded
     """
-    value = tl.load(logits + at, mask=inside, other=float("-inf"))
-    x = tl.maximum(tl.div_rn(value - top, temperature), 2 * _LEAST)
+    # The quotient is corrected by its remainder, which rounds it as a division does, without one's special
+    # cases: those are cut off before. Code of a program that runs once is paid for by the instruction.
+    difference = tl.maximum(value - top, tl.maximum(temperature * (2 * _LEAST), -3.0e38))
+    x = difference * inverse
+    x = tl.fma(tl.fma(-x, temperature, difference), inverse, x)
     n = tl.floor(x * _LOG2_E + 0.5)
     r = x - n * _LN2_HIGH
     r = r - n * _LN2_LOW
@@ -59,7 +62,20 @@ def weigh(logits, at, inside, top, temperature, min_p):
     p = p * (r * r) + r + 1.0
     bits = p.to(tl.int32, bitcast=True) + (n.to(tl.int32) << 23)
     bits = tl.where(x < _LEAST, 0, bits)
-    return tl.where(inside & (bits.to(tl.float32, bitcast=True) >= min_p), bits, -1)
+    return tl.where(bits.to(tl.float32, bitcast=True) >= min_p, bits, -1)
+
+
+@triton.jit
+def weigh(logits, at, inside, top, temperature, inverse, min_p):
+    """``weight_bits`` of a row's logits ``at``; -1 for what is not ``inside`` the vocabulary, too."""
+    value = tl.load(logits + at, mask=inside, other=float("-inf"))
+    return tl.where(inside, weight_bits(value, top, temperature, inverse, min_p), -1)
+
+
+@triton.jit
+def key_value(key):
+    """The float32 of an ``order_key``."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -90,3 +106,10 @@ def is_drawn(rules, picked, row, rows):
     temperature = tl.load(rules + RULE * row)
     top = tl.load(picked + rows + row).to(tl.float32, bitcast=True)
     return (temperature > 0.0) & (tl.abs(top) < float("inf")), top
+
+
+@triton.jit
+def tell(picked, tokens, row, token):
+    """Write down a row's token: int32 for whoever asks, int64 where the next step reads its own."""
+    tl.store(picked + row, token)
+    tl.store(tokens + row, token.to(tl.int64))
