@@ -5,7 +5,6 @@
 
 #include "dispatch.h"
 #include "linear.h"
-#include "spin.h"
 
 namespace headrace {
 namespace {
@@ -32,8 +31,7 @@ ExpertCompute::ExpertCompute(const std::vector<SlabLayout>& layouts, int64_t num
                              const ExpertSizes& sizes, int threads)
     : layout_(layouts.at(0)), num_experts_(num_experts), act_(act), sizes_(sizes), threads_(threads),
       units_((layout_.width + kUnitColumns - 1) / kUnitColumns), blocks_((layout_.width + kTermBlock - 1) / kTermBlock),
-      work_{SharedWork(threads), SharedWork(threads), SharedWork(threads)},
-      taken_work_{SharedWork(threads), SharedWork(threads), SharedWork(threads), SharedWork(threads)} {
+      work_{SharedWork(threads), SharedWork(threads), SharedWork(threads)} {
   const int64_t rows = sizes.pairs * layout_.num_slices;
   items_.reserve(static_cast<size_t>(sizes.items));
   between_.resize(static_cast<size_t>(rows * layout_.width));
@@ -81,17 +79,17 @@ int64_t ExpertCompute::expanded_at() const { return kStripTokens * kStripRows + 
 
 ExpertFault ExpertCompute::check(const ExpertRequest& r) const {
   if (r.tokens < 1 || r.tokens > sizes_.tokens) return ExpertFault::tokens;
-  if (r.items < 0 || r.open < 0 || r.open > kMostOpen || r.items + r.open > sizes_.items) return ExpertFault::items;
+  if (r.items < 0 || r.items > sizes_.items) return ExpertFault::items;
   if (r.pairs < 0 || r.pairs > sizes_.pairs) return ExpertFault::pairs;
   for (int64_t p = 0; p < r.pairs; ++p)
     if (r.pair_token[p] < 0 || r.pair_token[p] >= r.tokens) return ExpertFault::token;
   int64_t before = -1, rows = 0;
-  for (int64_t i = 0; i < r.items + r.open; ++i) {
+  for (int64_t i = 0; i < r.items; ++i) {
     const int32_t* item = r.item + 4 * i;
     if (item[0] < 0 || item[0] >= num_experts_) return ExpertFault::expert;
     if (item[1] < 0 || item[1] >= layout_.num_slices) return ExpertFault::slice;
     const int64_t key = item[0] * layout_.num_slices + item[1];
-    if (i < r.items && key <= before) return ExpertFault::order;
+    if (key <= before) return ExpertFault::order;
     before = key;
     if (item[2] < 0 || item[3] < 0 || static_cast<int64_t>(item[2]) + item[3] > r.pairs) return ExpertFault::range;
     for (int32_t p = item[2] + 1; p < item[2] + item[3]; ++p)
@@ -114,73 +112,26 @@ ExpertFault ExpertCompute::plan(const ExpertRequest& r) {
   tiled_ = false;
   all_tiled_ = true;
   int64_t row = 0;
-  // Items that are nobody's add nothing.
-  for (int64_t i = 0; i < r.items; ++i)
-    if (r.item[4 * i + 3] != 0) add(r.item + 4 * i, tiles, row);
-  if (tiled_) tiles_->reserve();
-  own_ = static_cast<int64_t>(items_.size());
-  active_.store(own_, std::memory_order_relaxed);
-  share();
-  // Tiles are set up for all items at once.
-  open_ = own_ > 0 && !tiled_ && taker_ ? r.open : 0;
-  for (int64_t i = 0; i < open_; ++i) {
-    decision_[i].store(kUndecided, std::memory_order_relaxed);
-    add(r.item + 4 * (r.items + i), nullptr, row);
+  for (int64_t i = 0; i < r.items; ++i) {
+    const int32_t* item = r.item + 4 * i;
+    if (item[3] == 0) continue;  // nobody's: it adds nothing
+    const uint8_t* at = r.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
+    TiledItem tiled;
+    if (const TileWay way = tiles != nullptr ? tiles_->way(r.tokens, item[3]) : TileWay::none; way != TileWay::none)
+      tiled = tiles_->add(way, item[2], item[3]);
+    tiled_ |= tiled.used();
+    all_tiled_ &= tiled.used();
+    const int64_t cost = tiled.used() ? kTiledCost + item[3] : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
+    items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_, tiled});
+    row += item[3];
+    total_cost_ += cost * units_;
   }
+  if (tiled_) tiles_->reserve();
+  share();
   if (act_has_terms_ || tiled_)
     for (int64_t i = 0; i < static_cast<int64_t>(items_.size()) * blocks_; ++i)
       done_[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
   return ExpertFault::none;
-}
-
-void ExpertCompute::add(const int32_t* item, const TileKernels* tiles, int64_t& row) {
-  const uint8_t* at = request_.base + (item[0] * layout_.num_slices + item[1]) * layout_.slice_nbytes;
-  TiledItem tiled;
-  if (const TileWay way = tiles != nullptr ? tiles_->way(request_.tokens, item[3]) : TileWay::none; way != TileWay::none)
-    tiled = tiles_->add(way, item[2], item[3]);
-  tiled_ |= tiled.used();
-  all_tiled_ &= tiled.used();
-  const int64_t cost = tiled.used() ? kTiledCost + item[3] : std::max<int64_t>(kReadCost, kTokenCost * item[3]);
-  items_.push_back({slice_view(layout_, at), at, item[2], item[3], row, cost, total_cost_, tiled});
-  row += item[3];
-  total_cost_ += cost * units_;
-}
-
-// Whether an open item is the CPU's; all that ask get the same answer, of whoever asked first.
-bool ExpertCompute::taken(int64_t number) {
-  std::atomic<int32_t>& decision = decision_[number];
-  int32_t seen = decision.load(std::memory_order_acquire);
-  if (seen == kUndecided && decision.compare_exchange_strong(seen, kDeciding, std::memory_order_acquire)) {
-    seen = decide(number) ? kTaken : kLeft;
-    decision.store(seen, std::memory_order_release);
-  }
-  while (seen == kUndecided || seen == kDeciding) {
-    relax();
-    seen = decision.load(std::memory_order_acquire);
-  }
-  return seen == kTaken;
-}
-
-bool ExpertCompute::decide(int64_t number) {
-  const Item& item = items_[static_cast<size_t>(own_ + number)];
-  const Matrix &gate_up = item.slice.gate_up, &down = item.slice.down;
-  const double rows = static_cast<double>(gate_up.row_nbytes * 2 * layout_.width);
-  const double share = rows > 0 ? static_cast<double>(down.row_nbytes * layout_.hidden) / rows : 0.5;
-  const TakeQuestion question{number, static_cast<double>(item.cost_before), static_cast<double>(item.cost * units_), share};
-  if (!taker_(question)) return false;
-  taken_work_[number].plan(units_, [&](int worker) { return units_ * worker / threads_; });
-  active_.store(own_ + number + 1, std::memory_order_release);
-  return true;
-}
-
-// Whether no more items will be taken, and the gate and up rows of those that were are there.
-bool ExpertCompute::taken_complete() const {
-  for (int64_t i = 0; i < open_; ++i) {
-    const int32_t decision = decision_[i].load(std::memory_order_acquire);
-    if (decision == kLeft) return true;
-    if (decision != kTaken || !taken_work_[i].complete()) return false;
-  }
-  return true;
 }
 
 // Who begins with what. Tiles first in the first phase, then blocks of terms.
@@ -188,14 +139,14 @@ void ExpertCompute::share() {
   const int64_t terms = x_has_terms_ && !all_tiled_ && !request_.prepared ? request_.tokens * (layout_.hidden / kTermBlock) : 0;
   const int64_t inputs = terms + (tiled_ ? tiles_->input_units() : 0);
   work_[kQuantise].plan(inputs, [&](int worker) { return inputs * worker / threads_; });
-  work_[kGateUp].plan(own_ * units_, [&](int worker) { return unit_cut(worker); });
+  work_[kGateUp].plan(static_cast<int64_t>(items_.size()) * units_, [&](int worker) { return unit_cut(worker); });
   const int64_t units = (layout_.hidden + kHiddenUnit - 1) / kHiddenUnit;
   work_[kDown].plan(units, [&](int worker) { return units * worker / threads_; });
 }
 
 // The first unit of columns that is not of the workers before `worker`: equal costs for all.
 int64_t ExpertCompute::unit_cut(int worker) const {
-  const int64_t count = own_;
+  const auto count = static_cast<int64_t>(items_.size());
   if (count == 0) return 0;
   const int64_t target = total_cost_ * worker / threads_;
   int64_t i = count - 1;
@@ -210,16 +161,8 @@ int64_t ExpertCompute::hidden_cut(int worker) const {
 }
 
 bool ExpertCompute::run(Phase phase, int worker) {
-  const int64_t done = phase == kQuantise ? quantise(worker)
-                       : phase == kGateUp ? gate_up_units(work_[kGateUp], 0, worker)
-                                          : down(worker);
+  const int64_t done = phase == kQuantise ? quantise(worker) : phase == kGateUp ? gate_up(worker) : down(worker);
   const bool last = work_[phase].finish(done);
-  // The rows of items that are taken now fill the time until others have done theirs.
-  if (phase == kGateUp)
-    for (int64_t i = 0; i < open_ && taken(i); ++i) {
-      const int64_t more = gate_up_units(taken_work_[i], own_ + i, worker);
-      taken_work_[i].finish(more);
-    }
   if (phase != kDown) ask_first_rows(static_cast<Phase>(phase + 1), worker, reading_.far_nbytes);
   return last;
 }
@@ -227,7 +170,7 @@ bool ExpertCompute::run(Phase phase, int worker) {
 // What a worker will read first in a phase: it travels while the one before is completed by all.
 void ExpertCompute::ask_first_rows(Phase phase, int worker, int64_t nbytes) const {
   const int64_t unit = work_[phase].begin_of(worker), i = phase == kGateUp ? unit / units_ : 0;
-  if (i >= own_) return;
+  if (i >= static_cast<int64_t>(items_.size())) return;
   const SliceView& slice = items_[static_cast<size_t>(i)].slice;
   const uint8_t* p = phase == kGateUp ? slice.gate_up.data + 2 * (unit % units_) * kUnitColumns * slice.gate_up.row_nbytes
                                       : slice.down.data + hidden_cut(worker) * slice.down.row_nbytes;
@@ -335,20 +278,19 @@ void ExpertCompute::columns(const Item& item, int64_t c0, int64_t c1, int64_t la
   }
 }
 
-// Units count from the first column of an item, over those that follow it.
-int64_t ExpertCompute::gate_up_units(SharedWork& work, int64_t first_item, int worker) {
+int64_t ExpertCompute::gate_up(int worker) {
   constexpr int64_t kBlockUnits = kTermBlock / kUnitColumns;
-  const int64_t count = first_item == 0 ? own_ : first_item + 1;
+  const auto count = static_cast<int64_t>(items_.size());
   int64_t done = 0;
   // Pieces end with a block of columns; the last ones of a range are smaller, so that all end together. Several
   // tokens take whole blocks: what is expanded for the first serves the others.
   const auto piece = [&](int64_t first, int64_t left) {
     const int64_t u = first % units_, whole = std::min(units_ - u, kBlockUnits - u % kBlockUnits);
-    const bool many = items_[static_cast<size_t>(first_item + first / units_)].pairs > 1;
+    const bool many = items_[static_cast<size_t>(first / units_)].pairs > 1;
     return many ? whole : std::min(whole, std::max(kLeastUnits, left / 2));
   };
-  for (UnitRange r{}; work.take(worker, piece, r); done += r.size()) {
-    const int64_t i = first_item + r.first / units_, before = (i - first_item) * units_;
+  for (UnitRange r{}; work_[kGateUp].take(worker, piece, r); done += r.size()) {
+    const int64_t i = r.first / units_, before = i * units_;
     const Item& item = items_[static_cast<size_t>(i)];
     const int64_t c0 = (r.first - before) * kUnitColumns, c1 = std::min(layout_.width, (r.last - before) * kUnitColumns);
     const int64_t last = std::min(layout_.width, (r.end - before) * kUnitColumns);
@@ -374,7 +316,7 @@ void ExpertCompute::down_rows(int64_t h0, int64_t h1, int64_t end, int worker) {
   const int64_t hidden = layout_.hidden, n = h1 - h0;
   for (int64_t t = 0; t < request_.tokens; ++t) std::fill(request_.out + t * hidden + h0, request_.out + t * hidden + h1, 0.0f);
   float* rows = scratch(worker);
-  const auto count = static_cast<size_t>(active_.load(std::memory_order_acquire));
+  const size_t count = items_.size();
   for (size_t i = 0; i < count; ++i) {
     const Item& item = items_[i];
     const Matrix& m = item.slice.down;
@@ -396,7 +338,7 @@ void ExpertCompute::down_rows(int64_t h0, int64_t h1, int64_t end, int worker) {
 }
 
 float ExpertCompute::read(int worker) {
-  const int64_t lines = layout_.slice_nbytes / 64, all = lines * own_;
+  const int64_t lines = layout_.slice_nbytes / 64, all = lines * static_cast<int64_t>(items_.size());
   int64_t at = all * worker / threads_;
   const int64_t end = all * (worker + 1) / threads_;
   float most = 0.0f;

@@ -13,7 +13,6 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -41,26 +40,13 @@ struct ExpertRequest {
   const SlabLayout* layout;  // the layer's, one of those that the computer was made for
   const uint8_t* base;       // the layer's first slab
   int64_t tokens, items, pairs;
-  const int32_t* item;  // [items + open, 4]: expert, slice, first pair, pairs; strictly ascending by (expert, slice)
+  const int32_t* item;  // [items, 4]: expert, slice, first pair, pairs; strictly ascending by (expert, slice)
   const int32_t* pair_token;
   const float* pair_weight;
   const float* x;  // [tokens, hidden]
   float* out;      // [tokens, hidden]
   bool prepared = false;  // quantise_ahead has been called with this layout and x
-  int64_t open = 0;  // items after the others that may be taken, one after the other; in any order
 };
-
-// Whether to take an open item, asked by whoever first has no more gate and up rows to compute.
-struct TakeQuestion {
-  int64_t taken;        // before this one
-  double done;          // what gate and up rows were computed so far cost, in any unit
-  double more;          // what this item's rows cost
-  double down_share;    // what the down rows cost, of what the gate and up rows do
-};
-using Taker = std::function<bool(const TakeQuestion&)>;  // must not throw
-
-// Open items of a request, at most.
-constexpr int64_t kMostOpen = 4;
 
 class ExpertCompute {
  public:
@@ -78,16 +64,12 @@ class ExpertCompute {
   // Computes until nothing is left to be taken; others may still be at work then. True for the worker that
   // completed the phase.
   bool run(Phase phase, int worker);
-  bool complete(Phase phase) const { return work_[phase].complete() && (phase != kGateUp || taken_complete()); }
+  bool complete(Phase phase) const { return work_[phase].complete(); }
   // Instead of the phases: reads all bytes of the items, as a yardstick.
   float read(int worker);
 
   int threads() const { return threads_; }
-  int64_t nbytes() const { return active_.load(std::memory_order_relaxed) * layout_.slice_nbytes; }
-  // Asked about open items; without one none is taken. Before the first request.
-  void set_taker(Taker taker) { taker_ = std::move(taker); }
-  // Of the request: whether any of its open items may still be taken.
-  bool takes() const { return open_ > 0; }
+  int64_t nbytes() const { return static_cast<int64_t>(items_.size()) * layout_.slice_nbytes; }
   void set_reading(const Reading& r) { reading_ = r; }
   void set_tile_use(const TileUse& u) { tile_use_ = u; }
   // Whether workers without work take that of others; between requests.
@@ -105,19 +87,14 @@ class ExpertCompute {
     int64_t cost_before;    // of all items before it
     TiledItem tiled;
   };
-  enum Decision : int32_t { kUndecided, kDeciding, kTaken, kLeft };
   ExpertFault check(const ExpertRequest& r) const;
-  void add(const int32_t* item, const TileKernels* tiles, int64_t& row);
-  bool taken(int64_t number);
-  bool decide(int64_t number);
-  bool taken_complete() const;
-  int64_t gate_up_units(SharedWork& work, int64_t first_item, int worker);
   void share();
   int64_t unit_cut(int worker) const;
   int64_t hidden_cut(int worker) const;
   void ask_first_rows(Phase phase, int worker, int64_t nbytes) const;
   int64_t quantise(int worker);
   void quantise_blocks(int64_t first, int64_t last);
+  int64_t gate_up(int worker);
   int64_t down(int worker);
   void down_rows(int64_t h0, int64_t h1, int64_t end, int worker);
   void columns(const Item& item, int64_t c0, int64_t c1, int64_t last, const uint8_t* next, int worker);
@@ -145,17 +122,12 @@ class ExpertCompute {
   const Kernels* kernels_ = nullptr;
   const ExpertKernels* expert_kernels_ = nullptr;
   ExpertRequest request_{};
-  std::vector<Item> items_;           // of the request, then the open ones
-  int64_t own_ = 0, open_ = 0;        // how many of them
-  std::atomic<int64_t> active_{0};    // that are computed: own ones and taken ones
-  Taker taker_;
+  std::vector<Item> items_;
   std::unique_ptr<ExpertTiles> tiles_;  // where there are any
   bool tiled_ = false;                  // some item of the request uses them
   bool all_tiled_ = false;
   int64_t total_cost_ = 0;
   SharedWork work_[kPhases];
-  SharedWork taken_work_[kMostOpen];  // gate and up rows
-  std::atomic<int32_t> decision_[kMostOpen] = {};
 
   std::vector<float> between_;  // [rows, width]: activations of every (item, pair)
   std::unique_ptr<std::atomic<int32_t>[]> done_;  // [items, blocks]: columns of a block that are there

@@ -63,10 +63,10 @@ int run_experts(const SlabLayout& layout, Address base, int64_t num_experts, int
 void make_service(ExpertService* self, const std::vector<SlabLayout>& layouts, const std::vector<Address>& bases, int64_t num_experts,
                   int kind, float alpha, float limit, Address block, const std::vector<int64_t>& b, int threads,
                   const std::vector<int>& cpus, double idle_s, double stall_s) {
-  if (b.size() != 16) throw std::invalid_argument("expert service: sixteen sizes and offsets of the block");
+  if (b.size() != 14) throw std::invalid_argument("expert service: fourteen sizes and offsets of the block");
   std::vector<const uint8_t*> layers;
   for (const Address a : bases) layers.push_back(at<const uint8_t>(a));
-  const ServiceBlock fields{at<uint8_t>(block), b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]};
+  const ServiceBlock fields{at<uint8_t>(block), b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13]};
   new (self) ExpertService(layouts, layers, num_experts, gate_of(kind, alpha, limit), fields, {threads, cpus, idle_s, stall_s});
 }
 
@@ -101,7 +101,6 @@ void bind_experts(nb::module_& m) {
       .def("set_read_only", &ExpertService::set_read_only)
       .def("set_helping", &ExpertService::set_helping)
       .def("set_yielding", &ExpertService::set_yielding)
-      .def("set_taking", [](ExpertService& s, int which) { s.set_taking(static_cast<Taking>(which)); })
       .def("start_log", [](ExpertService& s, Address rows, int64_t rounds) { s.start_log(at<int64_t>(rows), rounds); })
       .def("stop_log", &ExpertService::stop_log)
       .def("inject", [](ExpertService& s, int fault, int worker) { s.inject(static_cast<ServiceFault>(fault), worker); });

@@ -6,7 +6,6 @@
 #include <thread>
 
 #include "affinity.h"
-#include "expert_open.h"
 #include "round_log.h"
 #include "spin.h"
 
@@ -24,9 +23,6 @@ constexpr int kTurns = 256;
 // A sleeping leader's poll: what the first request after a pause waits, against some 20,000 wake-ups a second.
 constexpr std::chrono::microseconds kNap{50};
 
-// From a request to its gate and up rows, if the leader was not there to see it.
-constexpr int64_t kGateBeginsNs = 6000;
-
 double seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
 
 void pin(const std::vector<int>& cpus, int worker) {
@@ -43,9 +39,7 @@ struct ExpertService::State {
   State(std::vector<SlabLayout> layer_layouts, std::vector<const uint8_t*> layer_bases, int64_t num_experts, Gate act,
         const ServiceBlock& request_block, const ServiceOptions& service_options)
       : layouts(std::move(layer_layouts)), bases(std::move(layer_bases)), block(request_block), options(service_options),
-        hidden(layouts.at(0).hidden), open_items(block), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {
-    compute.set_taker([this](const TakeQuestion& q) { return open_items.take(q); });
-  }
+        hidden(layouts.at(0).hidden), compute(layouts, num_experts, act, {block.max_tokens, block.max_items, block.max_pairs}, options.threads) {}
 
   std::atomic_ref<int32_t> word(int64_t offset) const {
     return std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(block.memory + offset));
@@ -56,7 +50,6 @@ struct ExpertService::State {
   const ServiceBlock block;
   const ServiceOptions options;
   const int64_t hidden;
-  OpenItems open_items;
   ExpertCompute compute;
   int32_t seq = 0;  // of the round at work
   uint32_t prepared = 0;          // the number of the x that is quantised
@@ -133,7 +126,6 @@ struct ExpertService::State {
       } else {
         if (!await([&] { return compute.complete(phase); }, worker == 0)) return false;
         log.note(n, worker, 2 * k + 2);
-        if (worker == 0 && phase == ExpertCompute::kQuantise) open_items.gate_begins();
       }
     }
     arrived.fetch_add(1, std::memory_order_acq_rel);
@@ -149,7 +141,6 @@ struct ExpertService::State {
     const auto size = static_cast<double>(read);
     square_nbytes.store(square_nbytes.load(std::memory_order_relaxed) + size * size, std::memory_order_relaxed);
     nbytes_s.store(nbytes_s.load(std::memory_order_relaxed) + size * static_cast<double>(took) * 1e-9, std::memory_order_relaxed);
-    log.head(n, 0, read);
     log.head(n, 2, RoundLog::now());
     word(block.ack).store(seq, std::memory_order_release);
     answered.store(n, std::memory_order_release);
@@ -192,8 +183,8 @@ struct ExpertService::State {
     prepared_layer = static_cast<int32_t>(layer);
   }
 
-  // Reads the request that `seen` announced; false if it was refused.
-  bool accept(int32_t seen) {
+  // Reads the request behind `seq`; false if it was refused.
+  bool accept() {
     const auto* header = reinterpret_cast<const int32_t*>(block.memory + block.header);
     ExpertFault fault = ExpertFault::layer;
     if (header[0] >= 0 && header[0] < static_cast<int64_t>(bases.size())) {
@@ -203,8 +194,7 @@ struct ExpertService::State {
       r.tokens = header[1];
       r.items = header[2];
       r.pairs = header[3];
-      r.open = header[4];
-      if (const auto number = static_cast<uint32_t>(header[6]); number != 0 && block.ready_parts != 0) {
+      if (const auto number = static_cast<uint32_t>(header[4]); number != 0 && block.ready_parts != 0) {
         if (!await([&] { return x_number() == number; }, true)) return false;
         r.prepared = prepared == number && prepared_layer == header[0] && header[1] == 1;
       }
@@ -215,12 +205,7 @@ struct ExpertService::State {
       r.out = reinterpret_cast<float*>(block.memory + block.out);
       fault = compute.plan(r);
     }
-    if (fault == ExpertFault::none) {
-      const int64_t began = std::chrono::nanoseconds(started.time_since_epoch()).count();
-      open_items.begin(seen, header[4], header[5], began + kGateBeginsNs);
-      if (!compute.takes() || read_only.load(std::memory_order_relaxed)) open_items.close();
-      return true;
-    }
+    if (fault == ExpertFault::none) return true;
     refused.fetch_add(1, std::memory_order_relaxed);
     refuse(fault);
     return false;
@@ -254,7 +239,7 @@ struct ExpertService::State {
     int32_t seen = word(block.ack).load();  // what came before the start is answered, too
     for (uint64_t n = 1; next_request(seen);) {
       started = Clock::now();
-      if (word(block.abort).load() != 0 || !accept(seen)) continue;
+      if (word(block.abort).load() != 0 || !accept()) continue;
       // A leader that is lost takes the request with it; one that is late has told the others.
       if (fault.load(std::memory_order_relaxed) != ServiceFault::late && !survive(0, n)) return;
       seq = seen;
@@ -389,7 +374,6 @@ void ExpertService::set_tile_use(const TileUse& use) { state_->compute.set_tile_
 void ExpertService::set_read_only(bool on) { state_->read_only.store(on); }
 void ExpertService::set_helping(bool on) { state_->compute.set_helping(on); }
 void ExpertService::set_yielding(bool on) { state_->yields.store(on); }
-void ExpertService::set_taking(Taking which) { state_->open_items.set_taking(which); }
 void ExpertService::start_log(int64_t* rows, int64_t rounds) { state_->log.start(rows, rounds, state_->options.threads); }
 void ExpertService::stop_log() { state_->log.stop(); }
 

@@ -6,11 +6,6 @@
 // throws and a round that takes longer than `stall_s` end in a non-zero `abort` (ExpertFault) instead of an
 // `ack`; while `abort` is set, requests are passed over. Idle followers spin for `idle_s`, then sleep in the
 // kernel; the leader then polls every 50 microseconds, until a request or `wake`.
-//
-// A request may have open items, which the GPU fetches last: the service takes them, one after the other, as long as
-// it would be done with one before the GPU is with what it has left. It decides when it has no more gate and up rows to
-// compute, by its own speed in this request and by what the GPU says of its progress; so both end together, whatever
-// the rates of the moment are. `taken` tells the GPU: (seq << 8) | closed << 7 | items taken.
 #pragma once
 #include <memory>
 #include <thread>
@@ -23,7 +18,7 @@ namespace headrace {
 struct ServiceBlock {
   uint8_t* memory;
   int64_t max_tokens, max_items, max_pairs;
-  int64_t seq, ack, abort, taken, pace, ready, ready_parts, header, items, pair_token, pair_weight, x, out;  // bytes from the start
+  int64_t seq, ack, abort, ready, ready_parts, header, items, pair_token, pair_weight, x, out;  // bytes from the start
 };
 
 struct ServiceOptions {
@@ -38,9 +33,6 @@ struct ServiceStats {
   double busy_s;  // from seeing a request to its last row
   double square_nbytes, nbytes_s;  // sums over requests: bytes squared, bytes times busy seconds
 };
-
-// Which open items are taken: those that the pace says, or all or none, for tests and benchmarks.
-enum class Taking : int { by_pace = 0, all = 1, none = 2 };
 
 // What a test makes one thread do when the next request comes.
 enum class ServiceFault : int { none = 0, die = 1, hang = 2, fail = 3, late = 4 };
@@ -72,7 +64,6 @@ class ExpertService {
   void set_read_only(bool on);  // read the items' bytes instead of computing: the yardstick
   void set_helping(bool on);   // whether threads take over others' work
   void set_yielding(bool on);  // whether waiting threads offer their CPU
-  void set_taking(Taking which);
   // See round_log.h.
   void start_log(int64_t* rows, int64_t rounds);
   void stop_log();

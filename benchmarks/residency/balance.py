@@ -78,8 +78,8 @@ def layers_of(
     cpu[asked] = (rows[:, 2] - rows[:, 1]) / 1e3
     at = {mark: t[..., i] for i, mark in enumerate(MARKS)}
     found = {
-        "hits": n[..., 0], "fetched": n[..., 7], "computed": n[..., 4] - n[..., 7],
-        "missing": n[..., 4], "open": n[..., 6], "taken": n[..., 1] - n[..., 7],
+        "hits": n[..., 0], "fetched": n[..., 1], "computed": n[..., 2],
+        "missing": n[..., 4],
         "plan": at["planned"] - at["prepare"], "gather": at["gathered"] - at["gather"],
         "gathered": at["gathered"] - at["prepare"], "compute": at["fetched"] - at["joined"],
         "await": at["answered"] - at["fetched"], "answered": at["answered"] - at["prepare"],
@@ -126,8 +126,8 @@ def main() -> None:
     parser = geo.parser(__doc__)
     decode.add_options(parser)
     parser.add_argument(
-        "--ways", nargs="*", default=["5:0:0", "5:0:2", "5:4:0", "5:4:2"],
-        help="slices of an expert, slices prefetched, fetches that the CPU may take, what is switched off",
+        "--ways", nargs="*", default=["5:0", "5:4", "10:0"],
+        help="slices of an expert, slices prefetched, what is switched off",
     )  # fmt: skip
     parser.add_argument("--each", help="write every layer's figures here")
     options = parser.parse_args()
@@ -187,18 +187,16 @@ def seen_by_itself(say: Any, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """slices: of an expert; prefetch: slices sent before a plan; most: fetches that the CPU may take; off:
-    what is not used of the rest."""
+    """slices: of an expert; prefetch: slices sent before a plan; off: what is not used of the rest."""
 
     slices: int
     prefetch: int
-    most: int
     off: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> Way:
-        slices, prefetch, most, *off = text.split(":")
-        return cls(int(slices), int(prefetch), int(most), tuple(off))
+        slices, prefetch, *off = text.split(":")
+        return cls(int(slices), int(prefetch), tuple(off))
 
 
 class Variant:
@@ -209,14 +207,10 @@ class Variant:
         self, options: Any, device: CudaDevice, store: Any, nbytes: int, way: Way,
         tokens: list[int], later: Later, capture: Any, say: Any,
     ) -> None:  # fmt: skip
-        self.name = (
-            f"{way.slices} slices, prefetch {way.prefetch}, open {way.most} {'-'.join(way.off)}"
-        )
+        self.name = f"{way.slices} slices, prefetch {way.prefetch} {'-'.join(way.off)}"
         self.options, self.adds = options, "residual" not in way.off
         slots = nbytes // store.layout.slice_nbytes
-        self.executor = decode.executor_of(
-            device, store, "hybrid", slots, options, way.prefetch, way.most
-        )
+        self.executor = decode.executor_of(device, store, "hybrid", slots, options, way.prefetch)
         switch_off(self.executor, way.off)
         later.target, later.adds = self.executor, "residual" not in way.off
         self.executor.step_begins(1)

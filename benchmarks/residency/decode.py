@@ -36,7 +36,7 @@ from benchmarks.residency.given_routing import GivenExecutor, GivenRouting
 from benchmarks.residency.recall import recall
 from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.experts.building import make_executor
-from headrace.experts.executor import MOST_OPEN, ExecutorShape, HybridExecutor
+from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.random_store import random_store
 from headrace.experts.slab import SlabLayout
 from headrace.experts.split import CPU_LATENCY_S, FETCH_LATENCY_S, PathRates
@@ -56,10 +56,9 @@ RESERVE_NBYTES = 256 << 20  # graphs, activations of prefill, the allocator's ro
 
 def executor_of(
     device: CudaDevice, store: HostStore, placement: Any, slots: int, options: argparse.Namespace,
-    prefetch: int = 0, max_open: int | None = None,
+    prefetch: int = 0,
 ) -> HybridExecutor:  # fmt: skip
-    most = options.open if max_open is None else max_open
-    shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots, prefetch, most)
+    shape = ExecutorShape(placement, options.batch, geo.TOP_K, slots, prefetch)
     return make_executor(
         device, store, shape, Activation("swiglu_clamped"), threads=options.threads,
         cpus=tuple(sorted(os.sched_getaffinity(0))[1 : options.threads + 1]),
@@ -89,9 +88,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prefetch", type=int, nargs="*", default=[0, 4],
         help="slices prefetched for a layer at most; several: one after the other, the last reported",
     )  # fmt: skip
-    parser.add_argument(
-        "--open", type=int, default=MOST_OPEN, help="fetches of a layer that the CPU may take"
-    )
     parser.add_argument(
         "--one-by-one", action="store_true", help="launch each step after the one before it"
     )

@@ -22,11 +22,10 @@ from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore, build_store
 from headrace.machine.device import CudaDevice, HostDevice
 from headrace.models.loader import load_model
-from headrace.ops.expert_records import ServiceFault, ServiceOptions, Taking
+from headrace.ops.expert_records import ServiceFault, ServiceOptions
 from headrace.ops.records import Activation
 from headrace.ops.registry import cpu_experts, gpu_experts, resolve
 from tests.fixtures.cpu_cases import isas, needs_native
-from tests.fixtures.expert_checks import check_cache
 from tests.fixtures.paging import Pages
 from tests.fixtures.slabs import expert_float64
 from tests.fixtures.threads import one_thread  # noqa: F401 (applies to every test here)
@@ -136,11 +135,9 @@ def test_all_on_the_gpu_needs_a_slot_for_every_slice(store: HostStore) -> None:
         _host_executor(store, "gpu", 35)
 
 
-def _gpu_executor(
-    store: HostStore, placement: str, slots: int, max_open: int = 0
-) -> HybridExecutor:
+def _gpu_executor(store: HostStore, placement: str, slots: int) -> HybridExecutor:
     device = _device()
-    shape = ExecutorShape(placement, TOKENS, TOP_K, slots, max_open=max_open)
+    shape = ExecutorShape(placement, TOKENS, TOP_K, slots)
     layout = store.layout
     fields = request_block(
         max_tokens=TOKENS, top_k=TOP_K, num_experts=EXPERTS, num_slices=layout.num_slices,
@@ -192,39 +189,6 @@ def test_b028_kernels_and_service_give_the_float64_result(store: HostStore, name
             assert min(counts.hits, counts.fetched, counts.computed) > 0
     finally:
         executor.service and executor.service.stop()
-
-
-@needs_triton
-@needs_native
-@pytest.mark.parametrize("which", [Taking.ALL, Taking.NONE])
-def test_b028_fetches_that_the_cpu_may_take_are_computed_once(
-    store: HostStore, which: Taking
-) -> None:
-    """Whoever computes them in the end; what the CPU took has no slot, and all that has one is there."""
-    executor = _gpu_executor(store, "hybrid", 12, max_open=2)
-    try:
-        executor.service.take_open(which)
-        assert _steps(executor, store, 2, DEVICE) < TOLERANCE
-        counts, totals = executor.counts(), executor.paths.state.totals.tolist()
-        assert counts.looked_up == totals[0] + totals[4]
-        given_up = counts.computed - totals[2]
-        assert (given_up == totals[6] > 0) if which is Taking.ALL else given_up == 0
-        assert check_cache(executor) <= 12
-    finally:
-        executor.service.stop()
-
-
-@pytest.mark.parametrize("taken", [0, 1, 2])
-def test_b028_the_host_twin_takes_what_it_is_told(store: HostStore, taken: int) -> None:
-    shape = ExecutorShape("hybrid", TOKENS, TOP_K, 12, max_open=2)
-    paths = HostPaths(
-        store, shape.plan_shape(store), ACT, taking=lambda plan: min(taken, plan.num_open)
-    )
-    executor = HybridExecutor(HostDevice(), store, shape, paths)
-    executor.set_rates(RATES)
-    executor.fill()
-    assert _steps(executor, store, 6) < 1e-6
-    assert check_cache(executor) <= 12
 
 
 @needs_triton

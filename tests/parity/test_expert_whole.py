@@ -87,7 +87,7 @@ def _case(hidden: int, inner: int, slices: int, bias: bool, act: Activation) -> 
     arena = torch.zeros(slots * layout.slice_nbytes, dtype=torch.uint8, device=DEVICE)
     launcher = launch.ExpertLauncher(
         place, state, arena, torch.zeros(1, dtype=torch.int64, device=DEVICE), act,
-        launch.RequestOffsets(0, 0, 0, 0, 0, 0, 0), tuning=launch.Tuning(whole=True),
+        launch.RequestOffsets(0, 0, 0, 0, 0), tuning=launch.Tuning(whole=True),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     state.pair_token[:7] = torch.tensor([0, 3, 0, 1, 2, 3, 2], dtype=torch.int32, device=DEVICE)

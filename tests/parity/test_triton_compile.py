@@ -163,10 +163,8 @@ SPECS = [
         "expert_gather", "expert_gather",
         {"GATHERING": 16, "SLICE_NBYTES": 3317760, "HOST_NBYTES": 3317760, "WORDS": 2048,
          "FIRST_SLOT": 2000,
-         "MAX_PREFETCH": 4, "PROGRAMS": 16, "OPEN": 2, "OPEN_POWER": 2, "AT_TAKEN": 48, "AT_PACE": 64,
-         "AT_ABORT": 32, "SPINS": 5_000_000, "E": 128, "S": 5, "SLOTS": 2000, "THREADS": 256},
-        warps=8, **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
-        owner_of="*i32", on_gpu="*i32", block="*i32",
+         "MAX_PREFETCH": 4, "PROGRAMS": 16},
+        **AHEAD, bases="*i64", arena="*u8", fetches="*i32", counts="*i32", origins="*i32",
     ),
     spec(
         "expert_foresight", "guess_logits",
@@ -251,7 +249,7 @@ PLAN = {
     **PLAN_SIZES, "USES": 4, "TOP_K": 4, "MAX_FETCH": 20, "SPLIT": 21, "HAS_CPU": True,
     "AT_HEADER": 48, "AT_ITEMS": 64, "AT_TOKEN": 500, "AT_WEIGHT": 600, "N": 4, "SP": 8, "FP": 32,
     "WINDOW": 160, "WP": 256, "CHUNK": 256, "MAX_PREFETCH": 4, "PROGRAMS": 16, "SLICE_CHUNKS": 163,
-    "THREADS": 256, "OPEN": 2, "NUMBERED": True, "PDL": True,
+    "THREADS": 256, "NUMBERED": True, "PDL": True,
 }  # fmt: skip
 FLOATS = ("weights_ptr", "counters", "values", "constants", "pair_weight")
 

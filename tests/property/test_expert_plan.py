@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.experts import plan_oracle as oracle
-from headrace.experts.request_block import RequestBlock, request_block
+from headrace.experts.request_block import request_block
 from tests.fixtures.triton_interpreter import DEVICE, needs_triton
 
 pytestmark = needs_triton
@@ -33,7 +33,6 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         max_fetch=max_fetch,
         window=draw(st.sampled_from([2, 3, 5, 16])),
         max_prefetch=draw(st.sampled_from([0, 1, 2, 4, 8])) if max_fetch else 0,
-        max_open=draw(st.integers(0, 4)) if max_fetch else 0,
     )
     most = min(tokens * top_k, experts) * slices
     split = [draw(st.integers(0, m)) for m in range(most + 1)]
@@ -47,7 +46,6 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         "full": draw(st.booleans()),
         "guesses": draw(st.lists(st.none() | guess, min_size=1, max_size=5)),
         "arrived": draw(st.lists(st.integers(0, 20), min_size=1, max_size=5)),
-        "takes": draw(st.lists(st.integers(0, 4), min_size=1, max_size=5)),
     }  # fmt: skip
 
 
@@ -64,9 +62,8 @@ def test_sixteen_tokens_of_eight_experts() -> None:
         torch.rand(16, 128, generator=generator).topk(8).indices.tolist() for _ in range(4)
     ]  # fmt: skip
     guesses = [steps[1], None, steps[0]]
-    shape = replace(shape, max_prefetch=16, max_open=4)
-    table = [m // 3 for m in range(128 * 4 + 1)]
-    _replay(shape, table, steps, 8, 16, False, guesses, [7, 40], [3, 0, 4])
+    shape = replace(shape, max_prefetch=16)
+    _replay(shape, [m // 3 for m in range(128 * 4 + 1)], steps, 8, 16, False, guesses, [7, 40])
 
 
 def _replay(
@@ -78,11 +75,9 @@ def _replay(
     full: bool = False,
     guesses: Sequence[list[list[int]] | None] = (None,),
     arrived: Sequence[int] = (0,),
-    takes: Sequence[int] = (0,),
 ) -> None:
     """Every layer's plan; before it, what ``guesses`` in turn says is prefetched, unless it is None, and
-    of that the next number of ``arrived`` chunks is there; after it, the CPU takes the next number of
-    ``takes`` of the open fetches, as far as there are so many."""
+    of that the next number of ``arrived`` chunks is there."""
     from headrace.ops.triton import expert_state
     from headrace.ops.triton.expert_prefetch import PrefetchLauncher
 
@@ -97,7 +92,7 @@ def _replay(
     geometry = expert_state.PlanGeometry(
         shape.num_layers, shape.num_experts, shape.num_slices, shape.num_slots, shape.max_fetch,
         shape.window, tokens, top_k, request, shape.max_prefetch, 3 * CHUNK_NBYTES,
-        prefetch_programs=PROGRAMS, max_open=shape.max_open,
+        prefetch_programs=PROGRAMS,
     )  # fmt: skip
     block = torch.zeros(where.nbytes // 4, dtype=torch.int32)
     if DEVICE.type == "cuda":
@@ -148,57 +143,7 @@ def _replay(
             assert int(block[0]) == seq
             if plan.cpu:
                 _compare_request(block, request, plan, layer, tokens)
-            if plan.num_open:
-                count = min(takes[at % len(takes)], plan.num_open)
-                _close(block, where, seq, count)
-                _settle(state, where, layer)
-                plan = oracle.take(shape, tables, layer, plan, count)
-                _compare_taken(state, plan, count)
-                _compare_tables(state, tables)
     assert int(state.totals[3]) == len(steps) * shape.num_layers
-
-
-def _close(block: torch.Tensor, where: RequestBlock, seq: int, count: int) -> None:
-    """As the CPU tells it."""
-    block[where.taken // 4] = seq << 8 | 128 | count
-
-
-def _settle(state: object, where: RequestBlock, layer: int) -> None:
-    """What the gather does in the end."""
-    from headrace.ops.triton.expert_state import power_of_two
-    from tests.fixtures.settle_kernel import settle
-
-    g = state.geometry
-    settle[(1,)](
-        state.block, state.state, state.counts, state.totals, state.fetches, state.slot_of,
-        state.owner_of, state.on_gpu, layer, where.taken // 4, where.abort // 4, 1000, g.num_experts,
-        g.num_slices, g.num_slots, g.max_open, power_of_two(g.max_open), 128, num_warps=4,
-    )  # fmt: skip
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    assert int(state.state[3]) == int(state.block[where.abort // 4]) == 0
-
-
-def _compare_taken(state: object, plan: oracle.LayerPlan, count: int) -> None:
-    """Every slice that was looked up is computed once: here, or by the CPU, which has one more item for
-    each that it took."""
-    counts, totals = state.counts.tolist(), state.totals.tolist()
-    assert counts[7] == len(plan.fetches) == counts[1] - count
-    assert len(plan.cpu) == counts[2] + count
-    assert counts[5] == sum(plan.admitted)
-    assert totals[1] - totals[7] >= count
-    here = [0] * len(plan.pairs)
-    for entry in (*plan.hits, *plan.fetches):
-        for pair in range(entry.first_pair, entry.first_pair + entry.num_pairs):
-            here[pair] |= 1 << entry.slice_index
-    assert state.on_gpu[: len(here)].tolist() == here
-    there = [0] * len(plan.pairs)
-    for item in plan.cpu:
-        for pair in range(item.first_pair, item.first_pair + item.num_pairs):
-            assert not there[pair] >> item.slice_index & 1
-            there[pair] |= 1 << item.slice_index
-    everything = (1 << state.geometry.num_slices) - 1
-    assert [a ^ b for a, b in zip(here, there)] == [everything] * len(here)
 
 
 def _fill(shape: oracle.PlanShape, tables: oracle.CacheTables, state: object) -> None:
@@ -237,7 +182,6 @@ def _compare(state: object, plan: oracle.LayerPlan, shape: oracle.PlanShape) -> 
         len(plan.hits), len(plan.fetches), len(plan.cpu), len(plan.pairs), plan.num_missing,
         sum(plan.admitted),
     ]  # fmt: skip
-    assert counts[6:] == [plan.num_open, len(plan.fetches)]
     assert state.hits[: counts[0]].tolist() == _entries(plan.hits, shape)
     assert state.fetches[: counts[1]].tolist() == _entries(plan.fetches, shape)
     assert state.pair_of.tolist() == list(plan.pair_of)
@@ -286,11 +230,9 @@ def _compare_request(
     block: torch.Tensor, at: tuple[int, ...], plan: oracle.LayerPlan, layer: int, tokens: int
 ) -> None:
     header, items, pair_token, pair_weight = at
-    numbers = [layer, tokens, len(plan.cpu), len(plan.pairs), plan.num_open, len(plan.fetches)]
-    assert block[header : header + 6].tolist() == numbers
-    entries = (*plan.cpu, *plan.open)
-    found = block[items : items + 4 * len(entries)].view(-1, 4).tolist()
-    assert found == [[c.expert, c.slice_index, c.first_pair, c.num_pairs] for c in entries]
+    assert block[header : header + 4].tolist() == [layer, tokens, len(plan.cpu), len(plan.pairs)]
+    found = block[items : items + 4 * len(plan.cpu)].view(-1, 4).tolist()
+    assert found == [[c.expert, c.slice_index, c.first_pair, c.num_pairs] for c in plan.cpu]
     count = len(plan.pairs)
     assert block[pair_token : pair_token + count].tolist() == [token for token, _ in plan.pairs]
     found = block[pair_weight : pair_weight + count].view(torch.float32).tolist()

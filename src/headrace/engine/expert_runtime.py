@@ -14,7 +14,7 @@ from headrace.engine.expert_rates import STEP_TOKENS, StartingRates, path_rates
 from headrace.engine.parts import ExpertRuntime
 from headrace.engine.resolved import Resolved
 from headrace.experts.building import PathsFactory, make_executor
-from headrace.experts.executor import MOST_OPEN, ExecutorShape, HybridExecutor
+from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.gpu_paths import GpuPaths
 from headrace.experts.live import LiveExperts
 from headrace.experts.placement import Placement
@@ -120,7 +120,6 @@ class ExpertPlace:
                     moe.num_experts_per_token,
                     slots,
                     PREFETCHES if mode == "hybrid" and slots >= SLOTS_TO_PREFETCH else 0,
-                    MOST_OPEN,
                 ),
                 Activation(spec.activation, spec.swiglu_alpha, spec.swiglu_limit),
                 threads=resolved.threads,

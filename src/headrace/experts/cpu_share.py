@@ -112,7 +112,7 @@ class ServiceShare:
         f, work = self._fields, work_of(ids, weights, keys, self._num_slices)
         items, pairs = len(work.items), len(work.pair_token)
         self._tokens = ids.shape[0]
-        self._ints(f.header, 7)[:] = (layer, self._tokens, items, pairs, 0, 0, 0)
+        self._ints(f.header, 5)[:] = (layer, self._tokens, items, pairs, 0)
         self._ints(f.items, 4 * items)[:] = work.items.numpy().ravel()
         self._ints(f.pair_token, pairs)[:] = work.pair_token.numpy()
         self._floats(f.pair_weight, pairs)[:] = work.pair_weight.numpy()

@@ -24,7 +24,7 @@ from headrace.experts.chunk import Rows
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
-from headrace.experts.split import PathRates, opened, split_table
+from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 
 # Tokens of a step that is guessed: what was measured. The kernels take more.
 FORESEEN_TOKENS = 1
-
-# Fetches of a layer that the CPU may take while they travel.
-MOST_OPEN = 0
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ServiceFactory = Callable[[], ExpertService]
@@ -48,7 +45,6 @@ class ExecutorShape:
 
     max_tokens: of a decoding step; top_k: experts of a token; num_slots: slices that the cache holds
     max_prefetch: slices prefetched for a layer at most, 0 or a power of two up to 16
-    max_open: fetches of a split layer that the CPU may take while they travel, up to 4
     """
 
     placement: Placement
@@ -56,7 +52,6 @@ class ExecutorShape:
     top_k: int
     num_slots: int
     max_prefetch: int = 0
-    max_open: int = 0
 
     def plan_shape(self, store: HostStore) -> PlanShape:
         """The plan's sizes.
@@ -81,7 +76,6 @@ class ExecutorShape:
             max_fetch=fetch,
             window=value_constants(store.num_layers, slices).window,
             max_prefetch=self.max_prefetch if fetch else 0,
-            max_open=self.max_open if fetch and self.placement == "hybrid" else 0,
         )
 
     def max_missing(self, store: HostStore) -> int:
@@ -302,8 +296,8 @@ class HybridExecutor:
     def set_table(self, table: tuple[int, ...]) -> None:
         """Fetch ``table[m]`` of m missing slices from now on; between steps. Captured graphs follow."""
         self.table = table
-        none, own = (0,) * len(table), opened(table, self.plan_shape.max_open)
-        self.paths.set_split([own if able else none for able in self.can_fetch])
+        none = (0,) * len(table)
+        self.paths.set_split([table if able else none for able in self.can_fetch])
 
     def fill(self) -> None:
         """Fill the slots before the first step, expert by expert over all layers alike.

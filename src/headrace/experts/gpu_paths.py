@@ -75,7 +75,6 @@ class GpuPaths:
             max_prefetch=shape.max_prefetch,
             slice_nbytes=store.layout.slice_nbytes,
             prefetch_programs=(tuning or kernels.Tuning()).gather_programs,
-            max_open=shape.max_open,
             numbered=block is not None and fields.ready_parts > 0,
         )
         words = None if block is None else block.view(torch.int32)
@@ -97,8 +96,6 @@ class GpuPaths:
             kernels.RequestOffsets(
                 ack=fields.ack // _WORD,
                 abort=fields.abort // _WORD,
-                taken=fields.taken // _WORD,
-                pace=fields.pace // _WORD,
                 ready=fields.ready // _WORD,
                 x=fields.x // _WORD,
                 out=fields.out // _WORD,
@@ -188,8 +185,7 @@ class GpuPaths:
         return self._counts_of(totals.tolist())
 
     def _counts_of(self, totals: list[int]) -> ExpertCounts:
-        hits, planned, computed, layers, _, admitted, _, fetched, *_ = totals
-        computed += planned - fetched  # what the CPU took
+        hits, fetched, computed, layers, _, admitted, *_ = totals
         fetch_ns, stalls, stall_ns, sent, used, sent_ns = totals[self._kernels.NUM_COUNTS :]
         chunk = 8 * self._kernels.COPY_WORDS
         return ExpertCounts(

@@ -122,8 +122,8 @@ def _ask(
         for s in range(layout.num_slices)
     ]
     together, pairs = (1 if tokens == 1 else 2 * tokens), len(chosen) * tokens
-    header = block[fields.header : fields.header + 28].view(torch.int32)
-    header.copy_(torch.tensor([0, together, len(rows), pairs, 0, 0, 0], dtype=torch.int32))
+    header = block[fields.header : fields.header + 20].view(torch.int32)
+    header.copy_(torch.tensor([0, together, len(rows), pairs, 0], dtype=torch.int32))
     items = block[fields.items : fields.items + 16 * len(rows)].view(torch.int32)
     items.copy_(torch.tensor(rows, dtype=torch.int32).flatten())
     token = block[fields.pair_token : fields.pair_token + 4 * pairs].view(torch.int32)

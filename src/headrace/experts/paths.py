@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,6 @@ from headrace.experts.plan_oracle import (
     foresee,
     new_tables,
     plan_layer,
-    take,
 )
 from headrace.experts.slab import SlabLayout
 from headrace.experts.slab_pack import slice_weights
@@ -195,21 +194,14 @@ class HostPaths:
 
     Args:
         cpu: computes the CPU's part; the float64 reference if None.
-        taking: how many of a plan's open fetches the CPU takes; half of them if None.
     """
 
     def __init__(
-        self,
-        store: HostStore,
-        shape: PlanShape,
-        act: Activation,
-        cpu: CpuExperts | None = None,
-        taking: Callable[[LayerPlan], int] | None = None,
+        self, store: HostStore, shape: PlanShape, act: Activation, cpu: CpuExperts | None = None
     ) -> None:
         self.shape = shape
         self.tables: CacheTables = new_tables(shape)
         self._store, self._act, self._cpu = store, act, cpu
-        self._taking = taking or _half
         layout: SlabLayout = store.layout
         self.arena = torch.zeros(shape.all_slots, layout.slice_nbytes, dtype=torch.uint8)
         self._prefetched = NOTHING_PREFETCHED
@@ -262,7 +254,6 @@ class HostPaths:
             self._split[layer],
             self._prefetched,
         )
-        plan = take(self.shape, self.tables, layer, plan, self._taking(plan))
         self._plan, self._prefetched = plan, NOTHING_PREFETCHED
         there = sum(origin != NO_PLACE for origin in plan.origins)
         self._ahead_nbytes += there * self._store.layouts[layer].slice_nbytes
@@ -312,7 +303,7 @@ class HostPaths:
 
     def on_cpu(self, layer: int, x: torch.Tensor, plan: LayerPlan) -> torch.Tensor:
         """The CPU's part of a layer, [T, D]."""
-        rows = sorted((c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu)
+        rows = [(c.expert, c.slice_index, c.first_pair, c.num_pairs) for c in plan.cpu]
         work = Items(
             torch.tensor(rows, dtype=torch.int32),
             torch.tensor([token for token, _ in plan.pairs], dtype=torch.int32),
@@ -421,10 +412,6 @@ class HostPaths:
     def answer(self) -> Answer | None:
         """The host waits for the CPU itself."""
         return None
-
-
-def _half(plan: LayerPlan) -> int:
-    return plan.num_open // 2
 
 
 def _rows(values: Any) -> Any:

@@ -21,10 +21,6 @@ that of ``cache_policy.ValuePolicy``, float32 throughout. Then in each layer:
    value * turn (``cache_policy``), the earlier in the ranking among equals. It takes the slot if
    its value * ADMISSION is higher; else it passes through transit slot f, and the cache stays as it
    is. What takes a slot was used, so no slot is taken twice in a step.
-6. Of a layer in which the CPU computes something, the last fetches that were not prefetched, ``max_open``
-   at most, are *open*: while they travel, the CPU may take the last one, then the last but one and so on.
-   ``take`` says what becomes of them: the CPU computes them, and a slot that one was given stays empty
-   until the next step.
 
 With batch 1, one slice an expert and everything fetched (q = m, at least top_k fetches in a layer) that
 is ``ValuePolicy`` as ``replay.replay_policy`` drives it, hit for hit; with more tokens or slices it is
@@ -41,7 +37,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headrace.experts.cache_policy import ValueConstants, value_constants, values_of
 
@@ -65,7 +61,6 @@ class PlanShape:
     window: how many slots of the ranking compete to be a layer's victims, ``ValueConstants.window``
     max_prefetch: most slices prefetched for a layer; their slots follow the transit ones, twice as many:
         those of a layer are still computed when the next layer's begin to arrive
-    max_open: most fetches of a layer that the CPU may take
     """
 
     num_layers: int
@@ -75,7 +70,6 @@ class PlanShape:
     max_fetch: int
     window: int
     max_prefetch: int = 0
-    max_open: int = 0
 
     @property
     def all_slots(self) -> int:
@@ -171,7 +165,6 @@ class LayerPlan:
         ``admitted`` says which stay
     origins: of each fetch its place among the prefetched, -1 for none
     homes: of each prefetched slice the slot that keeps it once it was computed, -1 for none
-    num_open: fetches at the end that the CPU may take
     """
 
     pairs: tuple[tuple[int, float], ...]
@@ -183,12 +176,6 @@ class LayerPlan:
     num_missing: int
     origins: tuple[int, ...] = ()
     homes: tuple[int, ...] = ()
-    num_open: int = 0
-
-    @property
-    def open(self) -> tuple[Entry, ...]:
-        """What the CPU may take, in its order."""
-        return tuple(reversed(self.fetches[len(self.fetches) - self.num_open :]))
 
 
 def new_tables(shape: PlanShape) -> CacheTables:
@@ -289,33 +276,6 @@ def plan_layer(
         num_missing=len(missing),
         origins=tuple(origins),
         homes=tuple(homes),
-        num_open=min(max(num_fetch - len(needed), 0), shape.max_open) if on_cpu else 0,
-    )
-
-
-def take(
-    shape: PlanShape, tables: CacheTables, layer: int, plan: LayerPlan, count: int
-) -> LayerPlan:
-    """The plan once the CPU has taken the first ``count`` of its ``open`` fetches; none is open then.
-
-    Raises:
-        ValueError: so many are not open.
-    """
-    if not 0 <= count <= plan.num_open:
-        raise ValueError(f"{count} of {plan.num_open} open fetches cannot be taken")
-    left = len(plan.fetches) - count
-    taken = [CpuItem(f.expert, f.slice_index, f.first_pair, f.num_pairs) for f in plan.open[:count]]
-    for entry in plan.fetches[left:]:
-        if entry.slot < shape.num_slots:
-            tables.slot_of[shape.key(layer, entry.expert, entry.slice_index)] = FREE
-            tables.owner_of[entry.slot] = FREE
-    return replace(
-        plan,
-        fetches=plan.fetches[:left],
-        admitted=plan.admitted[:left],
-        origins=plan.origins[:left],
-        cpu=(*plan.cpu, *taken),
-        num_open=0,
     )
 
 
@@ -384,8 +344,6 @@ def _victims(shape: PlanShape, tables: CacheTables, layer: int) -> list[tuple[fl
     found: list[tuple[float, int]] = []
     for place in range(tables.cursor, shape.num_slots):
         slot = tables.victims[place]
-        if tables.owner_of[slot] == FREE:  # what it was given to was taken by the CPU
-            continue
         row = tables.owner_of[slot] // shape.num_slices
         if tables.last_use[row] == tables.now:
             continue

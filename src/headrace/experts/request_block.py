@@ -8,20 +8,13 @@ All fields are little-endian and 64-byte aligned; offsets are in bytes from the 
 
 - ``seq``, ``ack``, ``abort``: int32, each alone in its cache line, so that polling one does not
   disturb the others
-- ``taken``: int32, what the service takes of the open items: (seq << 8) | closed << 7 | number, modulo
-  2^32
-- ``pace``: int64, what the GPU says of its fetches: seq << 32 | left << 16 | slice, the nanoseconds that
-  they will take still, the open ones included, in units of 64, and those of one slice in units of 32
 - ``ready``: int32 [READY_PARTS]: the number of the x whose part of READY_COLS columns is there, written
   behind it; a request of one token names it, and the service prepares x as soon as all parts have one
   number. The layers of all steps have numbers that follow each other from 1 on: (number - 1) % layers is
   the layer
-- ``header``: int32 [16]: layer, num_tokens, num_items, num_pairs, num_open, num_fetches, number of x (0:
-  all of x is there), then zeros
-- ``items``: int32 [max_items, 4]: expert, slice, first_pair, num_pairs; ``num_items`` sorted by (expert,
-  slice), then ``num_open`` that the GPU fetches, too, as the last of its ``num_fetches``, from the last
-  one back: the service may take the first of them, the first two and so on, and tells so in ``taken``
-  until it is closed
+- ``header``: int32 [16]: layer, num_tokens, num_items, num_pairs, number of x (0: all of x
+  is there), then zeros
+- ``items``: int32 [max_items, 4]: expert, slice, first_pair, num_pairs; sorted by (expert, slice)
 - ``pair_token``: int32 [max_pairs]; ``pair_weight``: float32 [max_pairs]: the tokens that use an
   item's expert, ascending. Items of one expert share one range of pairs.
 - ``x``: float32 [max_tokens, hidden], the normalised rows
@@ -47,9 +40,7 @@ HEADER_LAYER = 0
 HEADER_NUM_TOKENS = 1
 HEADER_NUM_ITEMS = 2
 HEADER_NUM_PAIRS = 3
-HEADER_NUM_OPEN = 4
-HEADER_NUM_FETCHES = 5
-HEADER_X_NUMBER = 6
+HEADER_X_NUMBER = 4
 
 READY_COLS = 256
 READY_PARTS = 16  # longer rows have no number
@@ -79,10 +70,8 @@ class RequestBlock:
     seq: int = 0
     ack: int = CACHE_LINE
     abort: int = 2 * CACHE_LINE
-    taken: int = 3 * CACHE_LINE
-    pace: int = 4 * CACHE_LINE
-    ready: int = 5 * CACHE_LINE
-    header: int = 6 * CACHE_LINE
+    ready: int = 3 * CACHE_LINE
+    header: int = 4 * CACHE_LINE
 
     @property
     def ready_parts(self) -> int:
@@ -111,7 +100,7 @@ def request_block(
             raise ConfigError(f"request block: {name} is {size}, expected at least 1")
     max_pairs = max_tokens * top_k
     max_items = min(max_pairs, num_experts) * num_slices
-    items = 6 * CACHE_LINE + 4 * HEADER_INTS
+    items = 4 * CACHE_LINE + 4 * HEADER_INTS
 
     def line(offset: int) -> int:
         return round_up(offset, CACHE_LINE)

@@ -18,7 +18,6 @@ Pure arithmetic: no tensors here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.core.errors import ConfigError
@@ -156,13 +155,6 @@ def best_fetch_count(missing: int, rates: PathRates) -> int:
 def split_table(max_missing: int, rates: PathRates) -> tuple[int, ...]:
     """Entry m: the slices to fetch of m missing ones, for m from 0 to ``max_missing``."""
     return tuple(best_fetch_count(m, rates) for m in range(max_missing + 1))
-
-
-def opened(table: Sequence[int], most_open: int) -> tuple[int, ...]:
-    """The table where the CPU may take up to ``most_open`` fetches while they travel: half of them more are
-    fetched where the layer is split, so that either path may get more than it was thought to deserve."""
-    more = most_open // 2
-    return tuple(min(q + more, m - 1) if 0 < q < m else q for m, q in enumerate(table))
 
 
 def _rate(overlapped: float, by_itself: float | None, alone: bool) -> float:

@@ -81,10 +81,6 @@ class BlockFields(Protocol):
     @property
     def abort(self) -> int: ...
     @property
-    def taken(self) -> int: ...
-    @property
-    def pace(self) -> int: ...
-    @property
     def ready(self) -> int: ...
     @property
     def ready_parts(self) -> int: ...
@@ -146,14 +142,6 @@ _MEANINGS = {
     ExpertFault.STALLED: "a thread did not finish in time",
     ExpertFault.STOPPED: "the service was stopped before it answered",
 }
-
-
-class Taking(IntEnum):
-    """Which open items of a request the CPU takes."""
-
-    BY_PACE = 0  # those with which it would be done before the GPU
-    ALL = 1
-    NONE = 2
 
 
 class ServiceFault(IntEnum):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from headrace.experts.plan_oracle import (
@@ -12,11 +10,9 @@ from headrace.experts.plan_oracle import (
     Entry,
     LayerPlan,
     PlanShape,
-    Prefetched,
     begin_step,
     new_tables,
     plan_layer,
-    take,
 )
 
 SHAPE = PlanShape(num_layers=2, num_experts=4, num_slices=2, num_slots=3, max_fetch=4, window=64)
@@ -175,38 +171,3 @@ def test_nobody_routed_nothing_planned() -> None:
     made = plan_layer(SHAPE, tables, 0, [[-1, -1]], [[0.0, 0.0]], [0])
     assert (made.pairs, made.hits, made.fetches, made.cpu) == ((), (), (), ())
     assert all(f == 0.0 for counter in tables.counters for f in counter)
-
-
-def test_what_the_cpu_takes_leaves_its_slot_empty_until_the_next_step() -> None:
-    shape = replace(SHAPE, max_open=2)
-    tables = new_tables(shape)
-    begin_step(shape, tables)
-    # Expert 0 before 2; three of four slices are fetched, all into empty slots, the last two are open.
-    made = plan_layer(shape, tables, 0, [[2, 0]], [[0.75, 0.25]], [0, 1, 1, 2, 3])
-    assert (made.num_open, made.cpu) == (2, (CpuItem(2, 1, 1, 1),))
-    assert made.open == (Entry(2, 2, 0, 1, 1), Entry(1, 0, 1, 0, 1))
-    with pytest.raises(ValueError, match="3 of 2"):
-        take(shape, tables, 0, made, 3)
-    left = take(shape, tables, 0, made, 1)
-    assert left.fetches == made.fetches[:2]
-    assert left.admitted == (True, True)
-    assert left.cpu == (CpuItem(2, 1, 1, 1), CpuItem(2, 0, 1, 1))
-    assert (left.num_open, left.open) == (0, ())
-    assert tables.owner_of == [0, 1, -1]
-    assert tables.slot_of[:6] == [0, 1, -1, -1, -1, -1]
-    # Nobody gets the empty slot in this step: all others were used. In the next one it comes first.
-    again = plan_layer(shape, tables, 1, [[3]], [[1.0]], [0, 1, 2])
-    assert again.admitted == (False, False)
-    begin_step(shape, tables)
-    assert (tables.victims[0], tables.free) == (2, 1)
-
-
-def test_nothing_is_open_where_the_cpu_has_nothing_or_all_was_prefetched() -> None:
-    shape = replace(SHAPE, max_open=2, max_prefetch=2)
-    tables = new_tables(shape)
-    begin_step(shape, tables)
-    assert plan_layer(shape, tables, 0, [[0]], [[1.0]], EVERYTHING).num_open == 0
-    sent = Prefetched(((1, 0), (1, 1)), arrived=0, slice_chunks=4)
-    made = plan_layer(shape, tables, 0, [[1, 2]], [[1.0, 1.0]], [0, 1, 2, 3, 3], sent)
-    assert [f.expert for f in made.fetches] == [1, 1, 2]
-    assert made.num_open == 1

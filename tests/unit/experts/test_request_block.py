@@ -11,11 +11,10 @@ from headrace.experts.request_block import request_block
 def test_fields_follow_each_other_on_cache_lines() -> None:
     block = request_block(max_tokens=16, top_k=4, num_experts=128, num_slices=5, hidden=2880)
     assert (block.seq, block.ack, block.abort) == (0, 64, 128)
-    assert (block.taken, block.pace, block.ready) == (192, 256, 320)
-    assert (block.header, block.items, block.ready_parts) == (384, 448, 12)
+    assert (block.ready, block.header, block.items, block.ready_parts) == (192, 256, 320, 12)
     assert block.max_pairs == 64
     assert block.max_items == 64 * 5
-    assert block.pair_token == 448 + 320 * 16
+    assert block.pair_token == 320 + 320 * 16
     assert block.pair_weight == block.pair_token + 256
     assert block.x == block.pair_weight + 256
     assert block.out == block.x + 16 * 2880 * 4

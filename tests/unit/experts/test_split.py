@@ -11,7 +11,6 @@ from headrace.experts.split import (
     cpu_seconds,
     fetch_seconds,
     layer_seconds,
-    opened,
     split_table,
 )
 
@@ -93,11 +92,3 @@ def test_one_path_alone_wins_where_both_together_collapse() -> None:
 def test_an_impossible_count_is_our_mistake() -> None:
     with pytest.raises(ValueError, match="4 of 3"):
         layer_seconds(3, 4, EASY)
-
-
-def test_what_the_cpu_may_take_is_fetched_on_top_of_the_best() -> None:
-    assert opened((0, 0, 1, 1, 2, 4, 5), 0) == (0, 0, 1, 1, 2, 4, 5)
-    # One more, but at least one for the CPU; nothing where one path has all.
-    assert opened((0, 0, 1, 1, 2, 4, 6), 2) == (0, 0, 1, 2, 3, 4, 6)
-    assert opened((0, 0, 1, 1, 2, 4, 6), 4) == (0, 0, 1, 2, 3, 4, 6)
-    assert opened((0,) * 7, 4) == (0,) * 7

@@ -26,7 +26,6 @@ from headrace.ops.expert_records import (
     ServiceOptions,
     ServiceStats,
     SliceLayout,
-    Taking,
 )
 from headrace.ops.records import Activation
 
@@ -145,8 +144,8 @@ class NativeExpertService:
             block.data_ptr(),
             [
                 *(fields.max_tokens, fields.max_items, fields.max_pairs),
-                *(fields.seq, fields.ack, fields.abort, fields.taken, fields.pace),
-                *(fields.ready, fields.ready_parts, fields.header, fields.items),
+                *(fields.seq, fields.ack, fields.abort, fields.ready, fields.ready_parts),
+                *(fields.header, fields.items),
                 *(fields.pair_token, fields.pair_weight, fields.x, fields.out),
             ],
             options.threads,
@@ -240,10 +239,6 @@ class NativeExpertService:
         """Whether threads take over others' work, and offer their CPU while they wait. For benchmarks."""
         self._native.set_helping(help_others)
         self._native.set_yielding(yield_waiting)
-
-    def take_open(self, which: Taking) -> None:
-        """Which open items are taken. For tests and benchmarks; by pace if nothing else was said."""
-        self._native.set_taking(int(which))
 
     def log_rounds(self, rounds: int) -> torch.Tensor:
         """Note the times of the newest rounds from now on; for benchmarks.

@@ -14,12 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_open import settle_open, taken_now, tell_pace
 from headrace.ops.triton.expert_plan import (
     COUNT_FETCHES,
-    COUNT_OPEN,
     STATE_NEEDED,
-    STATE_SEQ,
     TOTAL_FETCH_NS,
     TOTAL_SENT_CHUNKS,
     TOTAL_USED_CHUNKS,
@@ -75,13 +72,9 @@ def _count_chunks(
 
 @triton.jit
 def expert_gather(
-    bases, arena, fetches, counts, totals, origins, arrived, homes, state, slot_of, owner_of, on_gpu, block,
-    layer, GATHERING: tl.constexpr,
+    bases, arena, fetches, counts, totals, origins, arrived, homes, state, layer, GATHERING: tl.constexpr,
     SLICE_NBYTES: tl.constexpr, HOST_NBYTES: tl.constexpr, WORDS: tl.constexpr,
     FIRST_SLOT: tl.constexpr, MAX_PREFETCH: tl.constexpr, PROGRAMS: tl.constexpr,
-    OPEN: tl.constexpr, OPEN_POWER: tl.constexpr, AT_TAKEN: tl.constexpr, AT_PACE: tl.constexpr,
-    AT_ABORT: tl.constexpr, SPINS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
-    THREADS: tl.constexpr,
 ):  # fmt: skip
     """Copy every fetch of the layer. bases: int64 [L], addresses of the layers' first slabs; WORDS:
     8-byte words that a program moves at a time; SLICE_NBYTES: of a slot; HOST_NBYTES: of the layer's
@@ -91,8 +84,6 @@ def expert_gather(
     all. With MAX_PREFETCH, chunks that PROGRAMS have prefetched are left out (where those are as many as
     the gathering ones, what remains is evenly shared, too), and any programs after them move what has a
     home there: nothing reads it before the next step.
-
-    With OPEN, the last fetches may be the CPU's in the end: see ``expert_open``.
     """
     if MAX_PREFETCH > 0:  # noqa: SIM102 (one is known when the kernel is compiled)
         if tl.program_id(0) >= GATHERING:
@@ -104,31 +95,18 @@ def expert_gather(
     start = clock_ns()
     num_words: tl.constexpr = SLICE_NBYTES // 8
     num_chunks: tl.constexpr = (num_words + WORDS - 1) // WORDS
-    wanted = tl.load(counts + COUNT_FETCHES)
-    total = wanted * num_chunks
+    total = tl.load(counts + COUNT_FETCHES) * num_chunks
     base = tl.load(bases + layer)
     w = tl.arange(0, WORDS)
-    seq = wanted * 0
-    closed_from = wanted + 0  # what is fetched from here on has been taken
-    first_open = wanted + 0
-    copied = wanted * 0
-    if OPEN > 0:
-        seq = tl.load(state + STATE_SEQ)
-        first_open = wanted - tl.load(counts + COUNT_OPEN)
-    item = tl.program_id(0) + wanted * 0
-    # Warps may see at different times that the CPU has taken something, and end at different times.
-    while item < closed_from * num_chunks:
+    for item in range(tl.program_id(0), total, GATHERING):
         entry = fetches + (item // num_chunks) * 4
         chunk = item % num_chunks
         at = chunk * WORDS + w
         ok = at < HOST_NBYTES // 8
-        fresh = item * 0 + 1
         if MAX_PREFETCH > 0:
             place = tl.load(origins + item // num_chunks)
             g = tl.maximum(place, 0) * num_chunks + chunk
-            missing = (place < 0) | (g // PROGRAMS >= tl.load(arrived + g % PROGRAMS))
-            ok = ok & missing
-            fresh = missing.to(tl.int32)
+            ok = ok & ((place < 0) | (g // PROGRAMS >= tl.load(arrived + g % PROGRAMS)))
             home = tl.load(homes + place, mask=place >= 0, other=-1)
         # Slices are pages, so every address here is a multiple of 16 bytes.
         source = tl.multiple_of(base + tl.load(entry + 1).to(tl.int64) * HOST_NBYTES, 4096)
@@ -137,30 +115,11 @@ def expert_gather(
         target = target.to(tl.pointer_type(tl.int64))
         from_ = tl.max_contiguous(tl.multiple_of(source + at, 2), 2)
         value = tl.load(from_, mask=ok, other=0, eviction_policy="evict_first")
-        if OPEN > 0:
-            # Behind the loads: the answer is here with this chunk's bytes, for the next one.
-            near = (first_open < wanted) & (item // num_chunks + 1 >= first_open)
-            closed_from = wanted - taken_now(block, seq, near, AT_TAKEN)
         tl.store(target + at, value, mask=ok)
         if MAX_PREFETCH > 0:
             target = arena + home.to(tl.int64) * SLICE_NBYTES
             tl.store(target.to(tl.pointer_type(tl.int64)) + at, value, mask=ok & (home >= 0))
-        if OPEN > 0:
-            copied += fresh
-            if (tl.program_id(0) == 0) & (first_open < wanted) & (copied > 0):
-                left = (total - item - 1) // GATHERING
-                tell_pace(
-                    block, seq, clock_ns() - start, copied, left, AT_PACE, num_chunks, GATHERING
-                )  # fmt: skip
-        item += GATHERING
     tl.debug_barrier()
     if (tl.program_id(0) == 0) & (total > 0):
         spent = totals + TOTAL_FETCH_NS
         tl.store(spent, tl.load(spent) + clock_ns() - start)
-    if OPEN > 0:  # noqa: SIM102 (one is known when the kernel is compiled)
-        # The last one mostly has a chunk less than the first: nobody waits for what it reads then.
-        if (tl.program_id(0) == GATHERING - 1) & (first_open < wanted):
-            settle_open(
-                block, state, counts, totals, fetches, slot_of, owner_of, on_gpu, layer, seq, wanted,
-                AT_TAKEN, AT_ABORT, SPINS, E, S, SLOTS, OPEN, OPEN_POWER, THREADS,
-            )  # fmt: skip

@@ -29,7 +29,7 @@ from headrace.ops.triton.expert_matvec import (
     expert_combine,
 )
 from headrace.ops.triton.expert_plan import (
-    COUNT_HERE,
+    COUNT_FETCHES,
     COUNT_HITS,
     STATE_FAILED,
     STATE_SEQ,
@@ -57,8 +57,6 @@ class RequestOffsets:
 
     ack: int
     abort: int
-    taken: int
-    pace: int
     ready: int
     x: int
     out: int
@@ -176,17 +174,12 @@ class ExpertLauncher:
         s, slices = self._state, self._state.geometry
         ahead = slices.max_prefetch if fetches is None else 0
         settling = t.settle_programs if ahead else 0
-        open_ = slices.max_open if fetches is None and self._has_cpu else 0
-        ask = self._request
         expert_gather[(t.gather_programs + settling,)](
             self._bases, self._arena, s.fetches if fetches is None else fetches, s.counts, s.totals,
-            s.origins, s.arrived, s.homes, s.state, s.slot_of, s.owner_of, s.on_gpu, self._block, layer,
-            t.gather_programs,
+            s.origins, s.arrived, s.homes, s.state, layer, t.gather_programs,
             self._geometry.slice_nbytes, self._host_nbytes(layer),
             COPY_WORDS if ahead else t.gather_words,
-            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, open_,
-            power_of_two(max(open_, 1)), ask.taken, ask.pace, ask.abort, t.await_spins, slices.num_experts,
-            slices.num_slices, slices.num_slots, 32 * t.gather_warps, num_warps=t.gather_warps,
+            slices.num_slots + slices.max_fetch, ahead, slices.prefetch_programs, num_warps=t.gather_warps,
         )  # fmt: skip
 
     def _host_nbytes(self, layer: int) -> int:
@@ -198,8 +191,8 @@ class ExpertLauncher:
         self.compute(x, self._state.hits, COUNT_HITS.value, layer=layer)
 
     def fetched(self, x: torch.Tensor, layer: int = 0) -> None:
-        """Compute what ``gather`` brought and the CPU has not taken."""
-        self.compute(x, self._state.fetches, COUNT_HERE.value, layer=layer)
+        """Compute what ``gather`` brought."""
+        self.compute(x, self._state.fetches, COUNT_FETCHES.value, layer=layer)
 
     def compute(
         self,

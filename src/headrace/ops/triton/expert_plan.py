@@ -65,8 +65,6 @@ COUNT_CPU = tl.constexpr(2)
 COUNT_PAIRS = tl.constexpr(3)
 COUNT_MISSING = tl.constexpr(4)
 COUNT_ADMITTED = tl.constexpr(5)
-COUNT_OPEN = tl.constexpr(6)  # of the fetches, those that the CPU may take
-COUNT_HERE = tl.constexpr(7)  # fetches that are computed here: all, until the CPU has taken some
 # Of ``totals`` only, by other kernels: fetches' nanoseconds, waits for the CPU, their nanoseconds.
 TOTAL_FETCH_NS = tl.constexpr(8)
 TOTAL_STALLS = tl.constexpr(9)
@@ -107,35 +105,10 @@ def seen_by_all(word, THREADS: tl.constexpr):
 @triton.jit
 def host_word(word, THREADS: tl.constexpr):
     """What lies at a word of pinned host memory now, the same for all THREADS of a program. One thread reads:
-    a volatile load of all of them would be as many reads over PCIe, 60 us of them for 16 programs."""
+    a volatile load of all of them would be as many reads over PCIe."""
     thread = tl.arange(0, THREADS)
     own = tl.load(word + thread * 0, mask=thread == 0, other=LOWEST, volatile=True)
     return tl.max(own, 0)
-
-
-@triton.jit
-def host_word_of_warp(word, wanted):
-    """The same, read by one thread of each warp unless ``wanted``, int32, is 0. Warps may disagree."""
-    if INTERPRETED:
-        return tl.load(word, mask=wanted != 0, other=0, volatile=True)
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .b32 lane, got;
-            mov.u32 lane, %laneid;
-            mov.u32 got, 0;
-            setp.eq.u32 p, lane, 0;
-            @p setp.ne.s32 p, $2, 0;
-            @p ld.volatile.global.u32 got, [$1];
-            shfl.sync.idx.b32 $0, got, 0, 31, 0xffffffff;
-            }""",
-            "=r,l,r",
-            [word, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -156,13 +129,13 @@ def expert_plan(
     AT_HEADER: tl.constexpr, AT_ITEMS: tl.constexpr, AT_TOKEN: tl.constexpr,
     AT_WEIGHT: tl.constexpr, N: tl.constexpr, SP: tl.constexpr, FP: tl.constexpr,
     WINDOW: tl.constexpr, WP: tl.constexpr, CHUNK: tl.constexpr, MAX_PREFETCH: tl.constexpr,
-    PROGRAMS: tl.constexpr, SLICE_CHUNKS: tl.constexpr, THREADS: tl.constexpr, OPEN: tl.constexpr,
-    NUMBERED: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, SLICE_CHUNKS: tl.constexpr, THREADS: tl.constexpr, NUMBERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Plan one layer; one program. ids int32, weights float32 [USES]; AT_*: int32 offsets in ``block``;
     N, SP, FP, WP: USES, S, MAX_FETCH and WINDOW rounded up to powers of two; CHUNK: slots of the
-    ranking looked at together; PROGRAMS prefetch in chunks, SLICE_CHUNKS a slice; OPEN: most fetches that
-    the CPU may take; NUMBERED: x has a number (``expert_prepare``)."""
+    ranking looked at together; PROGRAMS prefetch in chunks, SLICE_CHUNKS a slice; NUMBERED: x has a
+    number (``expert_prepare``)."""
     i = tl.arange(0, N)
     piece = tl.arange(0, SP)[None, :]
     # No release: early, what follows would take the registers that a fetch beside it needs.
@@ -231,9 +204,6 @@ def expert_plan(
     cpu_at = tl.sum(tl.where(less, num_cpu[None, :], 0), 1)[:, None] + tl.cumsum(cpu, 1) - cpu
     total_cpu = tl.sum(num_cpu, 0)
     total_hits = tl.sum(num_hit, 0)
-    # What was prefetched is not open: it is here soonest.
-    num_open = tl.minimum(wanted - tl.minimum(wanted, _ones_below(needed, MAX_PREFETCH)), OPEN)
-    num_open = tl.where(total_cpu > 0, num_open, 0)
 
     # All loads of the old tables are done by every thread before any thread writes.
     tl.debug_barrier()
@@ -275,13 +245,6 @@ def expert_plan(
             tl.store(items + 1, piece + tl.zeros_like(index), mask=is_cpu)
             tl.store(items + 2, range_first, mask=is_cpu)
             tl.store(items + 3, range_count, mask=is_cpu)
-            if OPEN > 0:
-                is_open = (fetch != 0) & (miss_at >= wanted - num_open)
-                items = block + AT_ITEMS + (total_cpu + wanted - 1 - miss_at) * 4
-                tl.store(items, e[:, None] + tl.zeros_like(index), mask=is_open)
-                tl.store(items + 1, piece + tl.zeros_like(index), mask=is_open)
-                tl.store(items + 2, range_first, mask=is_open)
-                tl.store(items + 3, range_count, mask=is_open)
             tl.store(block + AT_TOKEN + pair, i // TOP_K, mask=valid)
             bits = weight.to(tl.int32, bitcast=True)
             tl.store(block + AT_WEIGHT + pair, bits, mask=valid)
@@ -289,10 +252,8 @@ def expert_plan(
             tl.store(block + AT_HEADER + 1, USES // TOP_K)
             tl.store(block + AT_HEADER + 2, total_cpu)
             tl.store(block + AT_HEADER + 3, num_valid)
-            tl.store(block + AT_HEADER + 4, num_open)
-            tl.store(block + AT_HEADER + 5, wanted)
             number = now * L + layer + 1 if NUMBERED else now * 0
-            tl.store(block + AT_HEADER + 6, number)
+            tl.store(block + AT_HEADER + 4, number)
             seq = tl.load(state + STATE_SEQ) + 1
             tl.store(state + STATE_SEQ, seq)
             tl.debug_barrier()
@@ -330,8 +291,7 @@ def expert_plan(
     n = tl.arange(0, 8)
     values = tl.where(n == COUNT_HITS, total_hits, 0) + tl.where(n == COUNT_FETCHES, wanted, 0)
     values += tl.where(n == COUNT_CPU, total_cpu, 0) + tl.where(n == COUNT_MISSING, missing, 0)
-    values += tl.where(n == COUNT_ADMITTED, admitted, 0) + tl.where(n == COUNT_OPEN, num_open, 0)
-    values += tl.where(n == COUNT_HERE, wanted, 0)
+    values += tl.where(n == COUNT_ADMITTED, admitted, 0)
     tl.store(counts + n, values + tl.where(n == COUNT_PAIRS, num_valid, 0))
     added = values + tl.where(n == COUNT_PAIRS, 1, 0)
     tl.store(totals + n, tl.load(totals + n) + added.to(tl.int64))

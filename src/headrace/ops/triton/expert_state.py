@@ -65,7 +65,6 @@ class PlanGeometry:
     max_prefetch: int = 0
     slice_nbytes: int = 0
     prefetch_programs: int = 16  # as many as gather; a power of two
-    max_open: int = 0  # fetches of a layer that the CPU may take
     numbered: bool = False  # whether the CPU is told when the x of a single token is there
 
     def __post_init__(self) -> None:
@@ -207,7 +206,7 @@ def plan_layer(state: PlanState, layer: int, ids: torch.Tensor, weights: torch.T
         g.max_missing + 1, state.block is not None, *g.request, size, power_of_two(g.num_slices),
         power_of_two(max(g.max_fetch, 1)), g.window, power_of_two(g.window), _chunk(g.window),
         g.max_prefetch, g.prefetch_programs, g.slice_chunks, 32 * warps,
-        g.max_open if state.block is not None else 0, g.numbered and uses == g.top_k, overlap,
+        g.numbered and uses == g.top_k, overlap,
         num_warps=warps,
         maxnreg=min(MOST_REGISTERS, REGISTERS_OF_SM // (32 * warps)), enable_fp_fusion=False,
         launch_pdl=overlap,
