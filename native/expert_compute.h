@@ -8,8 +8,8 @@
 // Every worker calls the three phases in order; a phase begins when the one before is complete, which does not take
 // every worker: those that are there do the work of those that are late (shared_work.h). Results depend neither
 // on who computes what nor on the number of workers nor, in requests of up to 16 tokens, on other tokens and items: a row is one sum in fixed
-// order, and a token's items are added in the order in which they stand (expert, slice). In larger requests items
-// of several tokens use tiles where the CPU has them (tiles.h), so that a dozen tokens cost what one does.
+// order, and a token's items are added in the order in which they stand (expert, slice). Several
+// tokens of an item use tiles where the CPU has them: exact ones there (block_tiles.h), others in larger requests (tiles.h).
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -3,10 +3,12 @@
 //
 // An activation row is cut into blocks of 32; each block becomes x = s (256 h + l) with s = max|x| / 32512,
 // so 15 bits and a sign, finer than bfloat16. The integer products with unsigned codes are exact (for MXFP4
-// twice E2M1 plus an offset of 12, as vpdpbusd wants it); each of sixteen lanes sums four or eight weights of
-// one block; blocks are added in ascending order by one fused multiply-add per lane, and lanes in the tree of
-// kernels.h. So every instruction set, number of rows and number of tokens gives the same bits. MXFP4's scale
-// byte 0 counts as zero (it is 2^-127), 255 (NaN) as infinity.
+// twice E2M1 plus an offset of 12, as vpdpbusd wants it). MXFP4: a block's whole sum, below 2^24, is scaled and added
+// by one fused multiply-add to chain b mod 4, blocks in ascending order, and a row is (0 + 2) + (1 + 3). Q4_K: each of
+// sixteen lanes sums four weights of one block; blocks are added in ascending order by one fused multiply-add per
+// lane, and lanes in the tree of kernels.h. So every instruction set, number of rows and number of tokens gives the
+// same bits, and so does a matrix unit for MXFP4 (block_tiles.h). MXFP4's scale byte 0 counts as zero (it is 2^-127),
+// 255 (NaN) as infinity.
 #pragma once
 #include <cstdint>
 
@@ -19,7 +21,7 @@ namespace headrace {
 struct alignas(64) PairTerms {
   int8_t high[2][64];
   int8_t low[2][64];
-  int32_t offset[16];  // -12 * (256 h + l), summed as the lane sums
+  int32_t offset[16];  // -12 * (256 h + l), summed over the lane's block
   float scale[16];     // s / 2 of the lane's block
 };
 

@@ -23,7 +23,8 @@ void ExpertTiles::begin(const TileKernels& tiles, Format first, Format second, c
 TileWay ExpertTiles::way(int64_t tokens, int64_t pairs) const {
   const auto both = [&](bool (*has)(Format, int64_t)) { return has(first_, hidden_) && has(second_, width_); };
   if (tokens < use_.tokens) return pairs >= use_.block_pairs && both(has_block_tiles) ? TileWay::blocks : TileWay::none;
-  if (pairs >= use_.narrow_pairs && pairs <= kNarrowTokens && both(has_narrow)) return TileWay::narrow;
+  const int64_t least = use_.narrow_pairs != 0 ? use_.narrow_pairs : std::max(narrow_pairs(first_), narrow_pairs(second_));
+  if (pairs >= least && pairs <= kNarrowTokens && both(has_narrow)) return TileWay::narrow;
   return pairs >= use_.pairs ? TileWay::whole : TileWay::none;
 }
 

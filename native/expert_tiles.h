@@ -23,7 +23,7 @@ struct TiledItem {
 struct TileUse {
   int64_t tokens = 17;
   int64_t pairs = kTiledPairs;
-  int64_t narrow_pairs = kNarrowPairs;
+  int64_t narrow_pairs = 0;  // 0: as many as the formats need
   int64_t block_pairs = kBlockPairs;
 };
 

@@ -49,7 +49,7 @@ class PackedRows {
 
 // Whether so many tokens are multiplied in narrow products where tiles are used at all.
 inline bool takes_narrow(Format f, int64_t cols, int64_t tokens) {
-  return has_narrow(f, cols) && tokens >= kNarrowPairs && tokens <= kNarrowTokens;
+  return has_narrow(f, cols) && tokens >= narrow_pairs(f) && tokens <= kNarrowTokens;
 }
 
 // Rows of a matrix that are expanded at once, at most, a multiple of kTile: their tiles stay in half of a 2 MiB L2

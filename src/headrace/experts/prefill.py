@@ -34,10 +34,10 @@ from headrace.experts.split import GIGA, PathRates
 MAX_CPU_TOKENS = 128
 # Longest chunk that is considered; beyond it every layer is streamed anyway.
 LONGEST_CHUNK = 1 << 20
-# Tokens of one expert that the CPU computes in the time of one read of its weights. Measured (H200 machine,
-# 15 threads, 2026-11-29) for MXFP4: 75.5 GB/s of weights at one token, 12.3 at 16; 16 * 12.3 / 75.5 = 2.6.
-# q4_k 2.2, q8_0 4.4, bfloat16 6.5: the quantised ones count, since they are what misses.
-TOKENS_OF_A_READ = 2.6
+# Tokens of one expert that the CPU computes in the time of one read of its weights, where the machine profile does
+# not say. Measured (H200 machine, 15 threads, 2026-11-30) for MXFP4 without matrix tiles: 111.8 GB/s of weights at
+# one token, 24.0 at 16; 16 * 24.0 / 111.8 = 3.4. With tiles 5.4, bfloat16 with tiles more than 6.
+TOKENS_OF_A_READ = 3.4
 
 # Where the machine's own was measured, it was with so many tokens of each expert and twice as many in the
 # piece; rates of experts are named so (machine.profile).

@@ -22,8 +22,8 @@ from headrace.experts.prefill import (
 from headrace.experts.split import PathRates
 
 # The H200 machine and gpt-oss-120b's experts of 13.2 MB; the same beside PCIe 4.0 x4 and twelve channels.
-H200 = PrefillRates(45.0, 75.0, 45.0, 13_219_200)
-SLOW_LINK = PrefillRates(7.0, 345.0, 7.0, 13_219_200)
+H200 = PrefillRates(45.0, 75.0, 45.0, 13_219_200, tokens_of_a_read=2.6)
+SLOW_LINK = PrefillRates(7.0, 345.0, 7.0, 13_219_200, tokens_of_a_read=2.6)
 MOST = 128
 
 

@@ -2,7 +2,8 @@
 
 MXFP4 and Q4_K multiply with activations of two int8 terms for each block of 32 (15 bits and a sign,
 finer than bfloat16), other formats with float32 activations. Both give the same bits on every
-instruction set, for any number of threads, and for a token alone or among others.
+instruction set, for any number of threads, and for a token alone or among others in requests of up to 16
+tokens; in larger ones experts of several tokens use matrix tiles where the CPU has them.
 """
 
 from __future__ import annotations
