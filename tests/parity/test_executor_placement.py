@@ -272,3 +272,27 @@ def test_b028_greedy_tokens_of_a_model_do_not_depend_on_the_placement(tmp_path: 
         assert found[name] == found["in memory"], name
         error = (logits[name] - logits["in memory"]).abs().max() / logits["in memory"].abs().max()
         assert error < 1e-4, name
+
+
+@needs_triton
+@needs_native
+def test_b028_x_that_is_given_ahead_and_a_residual_are_no_other_sums(store: HostStore) -> None:
+    """One token: x is sent beside the router's work, and the residual is added where the parts are."""
+    executor = _gpu_executor(store, "hybrid", 12)
+    generator = torch.Generator().manual_seed(9)
+    try:
+        executor.step_begins(1)
+        for layer in range(LAYERS):
+            x, residual = (torch.randn(1, store.layout.hidden, generator=generator) for _ in "ab")
+            ids = torch.rand(1, EXPERTS, generator=generator).topk(TOP_K).indices.int()
+            weights = torch.rand(1, TOP_K, generator=generator)
+            given, added = x.to(DEVICE), residual.to(DEVICE)
+            executor.normed(layer, given)
+            found = executor.with_residual(layer, given, ids.to(DEVICE), weights.to(DEVICE), added)
+            want = _expected(store, layer, x, ids, weights)
+            error = np.abs(found.cpu().numpy() - residual.numpy() - want).max()
+            assert error / np.abs(want).max() < TOLERANCE
+        executor.step_ended()
+        assert min(executor.counts().fetched, executor.counts().computed) > 0
+    finally:
+        executor.service.stop()
