@@ -37,11 +37,11 @@ def expert_loads(
 
     ``threads``: to make the experts with.
     """
-    one = {fmt: partial(open_load, kernels, fmt, threads) for fmt in formats}
-    many = {
-        fmt + MANY: partial(open_load, kernels, fmt, threads, tokens=MANY_TOKENS) for fmt in formats
-    }
-    return one | many
+    loads: dict[str, Callable[[], AbstractContextManager[Load]]] = {}
+    for tokens, suffix in ((1, ""), (MANY_TOKENS, MANY)):
+        for fmt in formats:
+            loads[fmt + suffix] = partial(open_load, kernels, fmt, threads, tokens=tokens)
+    return loads
 
 
 @contextmanager
