@@ -53,7 +53,7 @@ struct Ahead {
 // How the product reads memory. On 15 threads of a Sapphire Rapids (2026-11, GB/s of a plain read's 86 to 94):
 // 90 so, 74 without the second prefetch, 86 with 2 rows, 77 with 8; the distances matter little (85 to 91).
 struct Reading {
-  int rows = 4;                // taken together where there is one token: 2, 4 or 8
+  int rows = 4;                // taken together where there is one token: 2 (Q4_K), 4 or 8
   int64_t near_nbytes = 1024;  // how far ahead of its use a line is asked for into the L1 cache
   int64_t far_nbytes = 8192;   // the same into the L2 cache, which can wait for more lines at once; 0: not
 };

@@ -34,9 +34,9 @@ from headrace.experts.split import GIGA, PathRates
 MAX_CPU_TOKENS = 128
 # Longest chunk that is considered; beyond it every layer is streamed anyway.
 LONGEST_CHUNK = 1 << 20
-# Tokens of one expert that the CPU computes in the time of one read of its weights, where the machine profile does
-# not say. Measured (H200 machine, 15 threads, 2026-11-30) for MXFP4 without matrix tiles: 111.8 GB/s of weights at
-# one token, 24.0 at 16; 16 * 24.0 / 111.8 = 3.4. With tiles 5.4, bfloat16 with tiles more than 6.
+# Tokens of one expert that the CPU computes in the time of one read of its weights, where the machine
+# profile does not say. Measured (H200 machine, 15 threads, 2026-11-30) for MXFP4 without matrix tiles: 111.8
+# GB/s of weights at one token, 24.0 at 16; 16 * 24.0 / 111.8 = 3.4. With tiles 5.4, bfloat16 more than 6.
 TOKENS_OF_A_READ = 3.4
 
 # Where the machine's own was measured, it was with so many tokens of each expert and twice as many in the
