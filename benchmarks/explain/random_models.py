@@ -7,7 +7,7 @@ tokens are drawn at random: greedy output of random weights repeats itself, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -140,10 +140,10 @@ def draw_tokens(engine: Engine, vocab: int, seed: int = 5) -> None:
         of = {chunk.seq_id: chunk for chunk in chunks}
         return StepOutput(output.step, tuple(drawn(s, of[s.seq_id]) for s in output.sampled))
 
-    def launched(plan: StepPlan) -> None:
+    def launched(plan: StepPlan, states: Mapping[int, Any]) -> None:
         """With the tokens that were drawn for these positions, not with those that the device chose."""
         chunks = (replace(c, token_ids=(ids[c.start % len(ids)],)) for c in plan.chunks)
-        launch(replace(plan, chunks=tuple(chunks), ahead=False) if plan.ahead else plan)
+        launch(replace(plan, chunks=tuple(chunks), ahead=False) if plan.ahead else plan, states)
 
     def landed(plan: StepPlan) -> list[Any]:
         found = zip(land(plan), plan.chunks, strict=True)

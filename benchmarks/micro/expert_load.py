@@ -127,7 +127,9 @@ def report(store: HostStore, seconds: float) -> dict[str, Any]:
         "gbps": round(times.nbytes / seconds / 1e9, 2),
         "wall_s": {part: round(times.wall_s(part), 2) for part in sorted(times.thread_s)},
         "pinned_gigabytes": round(account.pinned_nbytes / 1e9, 2),
-        "huge_share": round(sum(h or 0 for h in huge) / max(1, len(huge)) / store.layer_nbytes, 3),
+        "huge_share": round(
+            sum(h or 0 for h in huge) / max(1, len(huge)) / store.layer_nbytes(0), 3
+        ),
         "notes": store.notes,
     }
 

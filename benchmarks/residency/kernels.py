@@ -87,8 +87,6 @@ class Bench:
                 for at in (
                     where.ack,
                     where.abort,
-                    where.taken,
-                    where.pace,
                     where.ready,
                     where.x,
                     where.out,

@@ -53,8 +53,9 @@ BLOCKS = {
 }
 
 
-# What a back-end may leave out, since others do without: the router as one launch only pays on a GPU.
-OPTIONAL = frozenset({"route"})
+# What a back-end may leave out, since others do without: the router as one launch only pays on a GPU, and
+# beside a CPU the host's sampler chooses tokens (``engine.sampler``).
+OPTIONAL = frozenset({"route", "sample"})
 
 
 @dataclass(frozen=True)
