@@ -178,11 +178,16 @@ def measure(
 def _watch_cost_s(
     plain: Sequence[Sequence[float]], watched: Sequence[Sequence[float]], slowed: Sequence[bool]
 ) -> float:
-    """Of a mean step: of the steps that are not slowed down, and of one in ``EVERY`` that is."""
+    """Of a mean step: of the steps that are not slowed down, and of one in ``EVERY`` that is.
+
+    What a marked step says is filed while the one behind it runs, and the next is launched after that: what
+    this costs shows in the step behind, so that both come once in ``EVERY``.
+    """
     more = [w - p for p, w in zip(_by_position(plain), _by_position(watched), strict=True)]
-    quick = [s for s, slow in zip(more, slowed, strict=True) if not slow]
-    slow = [s for s, slow in zip(more, slowed, strict=True) if slow]
-    return mean(quick) + (mean(slow) / EVERY if slow else 0.0)
+    behind = [False, *slowed[:-1]]
+    quick = [s for s, slow, late in zip(more, slowed, behind, strict=True) if not (slow or late)]
+    slow = [s for s, slow, late in zip(more, slowed, behind, strict=True) if slow or late]
+    return mean(quick) + sum(slow) / max(sum(slowed), 1) / EVERY
 
 
 def _by_position(runs: Sequence[Sequence[float]]) -> list[float]:
