@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.micro.gpu_ops import timed
 from benchmarks.residency.geometry import Figures, parser, report
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.request import GenerationRequest, SamplingParams
@@ -77,23 +78,7 @@ def rule_of(params: dict[str, Any], seed: int) -> Rule:
 
 
 def graph_us(device: CudaDevice, work: Callable[[], Any], replays: int = 9) -> float:
-    graph = device.graph()
-
-    def run() -> tuple[torch.Tensor, ...]:
-        for _ in range(CALLS):
-            work()
-        return ()
-
-    graph.capture(run)
-    times = []
-    for _ in range(replays):
-        start, stop = device.event(), device.event()
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return round(statistics.median(times) / CALLS, 2)
+    return round(timed(device, [work] * CALLS, replays) * 1e6, 2)
 
 
 def old_greedy(logits: torch.Tensor) -> torch.Tensor:

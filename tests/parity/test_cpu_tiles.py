@@ -16,6 +16,7 @@ from headrace.ops.records import Activation, ExpertWeights
 from tests.fixtures.cpu_cases import isas, needs_native, random_f32
 from tests.fixtures.cpu_oracle import ALL_FORMATS, activation, error, random_packed, values_of
 from tests.fixtures.expert_slabs import CLAMPED, make_case, routed, run
+from tests.fixtures.matrix_tiles import selected, usable
 
 pytestmark = needs_native
 
@@ -29,24 +30,9 @@ EXACT = ("bf16", "mxfp4", "mxfp4_gguf")  # formats that bfloat16 holds
 TYPICAL = 1.5e-5
 
 
-def usable() -> list[str]:
-    """Instruction sets with tiles that run here."""
-    found: list[str] = []
-    for name in ("avx512_amx", "avx512_bf16") if isas() else ():
-        try:
-            control.select_isa(name)
-        except ConfigError:
-            continue
-        found.append(name)
-        control.select_isa("")
-    return found
-
-
 @pytest.fixture(params=usable())
 def tiles(request: pytest.FixtureRequest):
-    control.select_isa(request.param)
-    yield request.param
-    control.select_isa("")
+    yield from selected(request.param)
 
 
 def check(found: torch.Tensor, x: torch.Tensor, w: PackedTensor) -> None:

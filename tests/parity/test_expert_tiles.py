@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.errors import ConfigError
 from headrace.experts.items import items_of
 from tests.fixtures.cpu_cases import isas, needs_native
 from tests.fixtures.cpu_oracle import error
 from tests.fixtures.expert_slabs import CLAMPED, Case, make_case, run
+from tests.fixtures.matrix_tiles import selected, usable
 
 pytestmark = needs_native
 
@@ -26,24 +26,9 @@ COUNTS = ((1, 2, 4, 9), (0, 3, 5, 8), (16, 0, 0, 0), (6, 7, 1, 2))
 MANY_COUNTS = ((3, 17, 9, 1), (8, 16, 24, 32), (33, 2, 5, 30), (4, 12, 25, 70))
 
 
-def usable() -> list[str]:
-    """Instruction sets with tiles that run here."""
-    found: list[str] = []
-    for name in ("avx512_amx", "avx512_bf16") if isas() else ():
-        try:
-            control.select_isa(name)
-        except ConfigError:
-            continue
-        found.append(name)
-        control.select_isa("")
-    return found
-
-
 @pytest.fixture(params=usable())
 def tiles(request: pytest.FixtureRequest):
-    control.select_isa(request.param)
-    yield request.param
-    control.select_isa("")
+    yield from selected(request.param)
 
 
 def shared(case: Case, counts: tuple[int, ...], seed: int = 0):
