@@ -15,11 +15,25 @@ from headrace.machine.probe import GpuInfo
 # Memory that the driver takes for a process that computes with torch and Triton, where it cannot be
 # seen from the difference in free memory.
 CONTEXT_NBYTES = 600 * 2**20
+# More than the driver ever takes for one. Where more is gone, other processes have begun to use the GPU
+# meanwhile (a dozen starting at once: 8 GB), and what they took is not ours.
+MOST_CONTEXT_NBYTES = 2 * 2**30
 
 # Runs before a capture: kernels are compiled, cuBLAS takes its workspace, allocations settle.
 _WARM_UP_RUNS = 2
 # How torch begins the message of an error of the driver or of a kernel (c10/cuda/CUDAException.h).
 _DRIVER_ERROR = "CUDA error"
+
+
+def context_nbytes(now: DeviceMemory, free_before_nbytes: int | None) -> int:
+    """What the driver took for this process, beside torch's memory.
+
+    free_before_nbytes: what was free before the process began to use the device, None if it is not known.
+    """
+    if free_before_nbytes is None:
+        return CONTEXT_NBYTES
+    taken = max(free_before_nbytes - now.free_nbytes - now.reserved_nbytes, 0)
+    return CONTEXT_NBYTES if taken > MOST_CONTEXT_NBYTES else taken
 
 
 def visible_gpus() -> tuple[GpuInfo, ...]:
@@ -128,10 +142,7 @@ class CudaDevice:
         Raises:
             DoesNotFitError: the driver alone takes more.
         """
-        now = self.memory()
-        context = CONTEXT_NBYTES
-        if free_before_nbytes is not None:
-            context = max(free_before_nbytes - now.free_nbytes - now.reserved_nbytes, 0)
+        context = context_nbytes(self.memory(), free_before_nbytes)
         left = nbytes - context
         if left <= 0:
             raise DoesNotFitError(

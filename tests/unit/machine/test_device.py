@@ -10,7 +10,9 @@ import torch
 
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.errors import MachineError
+from headrace.machine.cuda_device import CONTEXT_NBYTES, context_nbytes
 from headrace.machine.device import CudaDevice, Device, HostDevice
+from headrace.machine.device_api import DeviceMemory
 from headrace.models.loader import load_model
 from headrace.ops.records import LayerKV
 from headrace.ops.registry import resolve
@@ -71,3 +73,13 @@ def test_a_mixture_on_the_gpu_gives_the_logits_of_the_host(tmp_path: Path) -> No
         logits.append(decoder.logits(hidden).cpu())
     # float32 on both; sums in another order
     assert (logits[0] - logits[1]).abs().max() < 1e-4 * logits[0].abs().max()
+
+
+def test_what_other_processes_take_meanwhile_is_not_the_drivers():
+    gib, mib = 2**30, 2**20
+    now = DeviceMemory(80 * gib, 70 * gib, 3 * gib, 2 * gib)
+    assert context_nbytes(now, 73 * gib + 500 * mib) == 500 * mib
+    assert context_nbytes(now, 72 * gib) == 0  # somebody gave memory back
+    # 73 GiB would be free without us; eight more were taken while we started, too much for one context
+    assert context_nbytes(now, 81 * gib) == CONTEXT_NBYTES
+    assert context_nbytes(now, None) == CONTEXT_NBYTES
