@@ -233,10 +233,7 @@ class Engine:
             self._scheduler.abort(live.request.request_id)
             self._forget(live)
         self._pending.clear()
-        try:
-            self._flights.settle()
-        except DeviceLostError as error:
-            log.warning("closing: %s", error)
+        self._flights.abandon()
         if self._experts is not None:
             self._experts.close()
         self._dead = self._dead or EngineDeadError("the engine has been closed")

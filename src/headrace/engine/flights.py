@@ -51,6 +51,16 @@ class Flights:
             self._computing.classes(flight, 0.0)
             self._scheduler.commit(StepOutput(plan.step))
 
+    def abandon(self) -> None:
+        """Wait for every step on its way, of which nothing is to come. Failures are logged: what ends here may
+        have ended for another one, and with steps that were never committed."""
+        while self._flying:
+            flight = self._flying.popleft()
+            try:
+                self._computing.land(flight)
+            except Exception as error:
+                log.warning("closing: step %d failed: %s", flight.plan.step, error)
+
     def launch(self, flight: Flight) -> bool:
         """Launch a step that has begun; False if it has to be computed at once.
 

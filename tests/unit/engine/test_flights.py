@@ -374,3 +374,22 @@ def test_readings_come_in_order_and_are_bounded():
     assert device.done < device.queued
     assert reading.take().tolist() == [11, 12]
     assert device.done < device.queued  # what was queued behind is not waited for
+
+
+def test_closing_after_a_fault_gives_back_what_experts_hold():
+    """A fault between a step's end and its commit leaves a step on its way that nobody commits."""
+    experts = Experts()
+    engine, device = late_engine(experts=experts)
+    started(engine, make_request("a", PROMPT, max_tokens=12))
+    (live,) = engine._sequences.values()
+
+    def push(token_id):
+        raise ValueError("no text")
+
+    live.text.push = push
+    with pytest.raises(EngineDeadError, match="no text"):
+        engine.step()
+    assert len(engine._flights) == 1
+    engine.close()
+    assert device.done == device.queued
+    assert experts.closed == 1
