@@ -18,6 +18,9 @@ from headrace.ops.triton.control import interpreted
 from headrace.ops.triton.probes import stamp_kernel
 
 NANO = 1e9
+# A long chunk's layers call their operations once for each piece: 48 layers of 12 operations have 5,200 points
+# for 9 pieces (16,384 tokens and what is allowed for). Too few would fail the request that is watched.
+MOST_POINTS = 1 << 17  # 1 MiB
 
 
 class StampMarks:
@@ -27,7 +30,7 @@ class StampMarks:
         most: points between ``begin`` and the next one.
     """
 
-    def __init__(self, device: torch.device, most: int = 4096) -> None:
+    def __init__(self, device: torch.device, most: int = MOST_POINTS) -> None:
         self._times = torch.zeros(most, dtype=torch.int64, device=device)
         self._at = 0
 
