@@ -52,8 +52,11 @@ class Flights:
             self._scheduler.commit(StepOutput(plan.step))
 
     def abandon(self) -> None:
-        """Wait for every step on its way, of which nothing is to come. Failures are logged: what ends here may
-        have ended for another one, and with steps that were never committed."""
+        """Wait for every step on its way, of which nothing is to come.
+
+        Failures are logged, and nothing is committed: what closes may do so for a failure, which left
+        steps uncommitted.
+        """
         while self._flying:
             flight = self._flying.popleft()
             try:

@@ -18,8 +18,8 @@ from headrace.ops.triton.control import interpreted
 from headrace.ops.triton.probes import stamp_kernel
 
 NANO = 1e9
-# A long chunk's layers call their operations once for each piece: 48 layers of 12 operations have 5,200 points
-# for 9 pieces (16,384 tokens and what is allowed for). Too few would fail the request that is watched.
+# A long chunk's layers call their operations once for each piece: 48 layers of 13 operations have 5,600
+# points for 9 pieces (16,384 tokens and what is allowed for). Too few would fail the request that is watched.
 MOST_POINTS = 1 << 17  # 1 MiB
 
 
