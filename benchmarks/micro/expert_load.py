@@ -105,7 +105,7 @@ def load(paths: list[Path], experts: int, threads: int, pin: bool) -> dict[str, 
     layout = slab_layout("mxfp4", SIZE, SIZE, has_bias=True)
     layers = [map_layer(path, experts) for path in paths]
     start = time.perf_counter()
-    store = build_store(layers, layout, threads=threads, pin=pin)
+    store = build_store(layers, [layout] * len(layers), threads=threads, pin=pin)
     seconds = time.perf_counter() - start
     source = len(paths) * layer_nbytes(experts)
     result = report(store, seconds)
