@@ -71,6 +71,10 @@ class StreamedModel:
         everything = mixtures * self.spec.moe.num_experts * self.layout.slab_nbytes
         return max(everything - max(slots_nbytes, 0), 0)
 
+    def least_nbytes(self) -> int:
+        """Bytes of slots that an engine has at least: of a token's experts."""
+        return self._mixture()[1] * self.layout.slab_nbytes
+
     def stream_seconds(self, slots_nbytes: int) -> float | None:
         """What a chunk's experts need to cross PCIe: S."""
         gbps = self.known.first("pcie_h2d", "pcie_gather")
@@ -133,16 +137,20 @@ def choose_chunk_tokens(
     workspace: Callable[[int], int],
     longest: int,
 ) -> ChunkChoice | None:
-    """The chunks of an engine that streams experts; None where no rates are known.
+    """The chunks of an engine that streams experts; None where no rates are known, or where the workspace of
+    none leaves room for slots.
 
     Args:
-        slots_nbytes: what is left for slots, by the tokens that a step is planned for; workspace: likewise.
+        slots_nbytes: what is left for slots, by the tokens that a step is planned for, negative where they do
+            not fit; workspace: likewise.
         longest: tokens that a prompt can have.
     """
     prices: list[ChunkPrice] = []
     for tokens in CANDIDATES:
         planned = with_slack(tokens, longest)
         left = slots_nbytes(planned)
+        if left < of.least_nbytes():
+            break
         chunk_s, decode_s = of.chunk_seconds(tokens, left), of.decode_seconds(left)
         if chunk_s is None or decode_s is None:
             break

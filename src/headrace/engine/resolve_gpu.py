@@ -199,11 +199,15 @@ def _choose_chunks(
     context = config.context or min(spec.max_context, USEFUL_CONTEXT)
 
     def slots_nbytes(tokens: int) -> int:
-        if config.expert_slots is not None:
-            return config.expert_slots * layout.slice_nbytes
         nbytes = replace(workspace, batch=tokens)(context)
         left = placed.room.with_batch(tokens).plan(context, nbytes).headroom_nbytes
-        return left - left // KV_SHARE_BESIDE_SLOTS
+        left -= max(left, 0) // KV_SHARE_BESIDE_SLOTS
+        if config.expert_slots is None:
+            return left
+        # As many as are asked for, or the (negative) bytes that are missing.
+        transit = _transit(placed, layout, min(workspace.seqs, STEP_TOKENS))
+        missing = (config.expert_slots + transit) * layout.slice_nbytes - left
+        return -missing if missing > 0 else config.expert_slots * layout.slice_nbytes
 
     return choose_chunk_tokens(
         StreamedModel(spec, layout, placed.mode, support.known),
@@ -368,9 +372,7 @@ def _with_slots(placed: _Placed, plan: VramPlan, slots: int | None, step_tokens:
     size = layout.slice_nbytes
     room = max(plan.headroom_nbytes, 0) // size * size
     if slots is not None:
-        # What a layer fetches lies in transit until the step has used it.
-        uses = min(step_tokens * moe.num_experts_per_token, moe.num_experts)
-        transit = most_fetched(cast(Placement, placed.mode), uses * layout.num_slices)
+        transit = _transit(placed, layout, step_tokens)
         if (slots + transit) * size > room:
             raise DoesNotFitError(
                 f"--expert-slots is {slots}, and {transit} for what is on its way: "
@@ -382,6 +384,14 @@ def _with_slots(placed: _Placed, plan: VramPlan, slots: int | None, step_tokens:
     # A step brings in a token's experts; with fewer slots than that nothing could be cached.
     least = moe.num_experts_per_token * layout.slab_nbytes
     return replace(plan, experts_nbytes=min(max(room, least), everything))
+
+
+def _transit(placed: _Placed, layout: SlabLayout, step_tokens: int) -> int:
+    """Slots beside those that are asked for: what a layer fetches lies there until the step has used it."""
+    moe = placed.room.spec.moe
+    assert moe is not None
+    uses = min(step_tokens * moe.num_experts_per_token, moe.num_experts)
+    return most_fetched(cast(Placement, placed.mode), uses * layout.num_slices)
 
 
 def _record_slots(

@@ -430,6 +430,32 @@ def test_chunks_stay_short_where_the_gpu_or_nobody_binds():
         assert (found.max_batch_tokens, found.chunks) == (2048, None)
 
 
+@pytest.mark.parametrize("budget", range(8020 * 10**6, 8340 * 10**6, 40 * 10**6))
+def test_chunks_are_no_longer_than_what_fits(budget):
+    """Where a step of 2,048 tokens just fits beside the context, a longer one is not planned."""
+    known = _rates(
+        pcie_h2d=25.0, dram_read=80.0, hbm_read=900.0, gpu_flops_bf16=780e3, gpu_flops_f32=130e3
+    )
+    given = {"vram_budget_nbytes": budget, "context": 32_768, "experts": "hybrid"}
+    made = choose(gpt_oss(), machine(16 * GIB), known, **given)
+    assert made.vram is not None
+    assert made.vram.total_nbytes <= budget
+    assert made.context == 32_768
+
+
+@pytest.mark.parametrize("slots", [1000, 1080, 1160])
+def test_chunks_leave_room_for_the_slots_that_are_asked_for(slots):
+    """More slots than fit beside the longest chunk: a shorter one, and no refusal."""
+    known = _rates(
+        pcie_h2d=25.0, dram_read=80.0, hbm_read=900.0, gpu_flops_bf16=780e3, gpu_flops_f32=130e3
+    )
+    given = {"vram_budget_nbytes": 12 * GB, "context": 32_768, "experts": "hybrid"}
+    made = choose(gpt_oss(), machine(16 * GIB), known, expert_slots=slots, **given)
+    assert made.vram is not None
+    assert made.vram.total_nbytes <= 12 * GB
+    assert (made.max_batch_tokens == 18_432) == (slots == 1000)
+
+
 def test_what_a_long_chunk_keeps_by_hand():
     """Of 8,192 rows of 2,880: float32; then bfloat16 beside 2,880 activations and 4 pairs of 40 bytes."""
     rows, mixture = long_chunk_nbytes(gpt_oss(), 8192)
