@@ -44,7 +44,7 @@ _RUN = 1024  # weights per run in the two-level draw: about the square root of a
 class SamplingState:
     """What the sampler knows about one sequence.
 
-    generated: how often each token was generated; kept only while a penalty needs it.
+    generated: how often each token was generated.
     """
 
     params: SamplingParams
