@@ -51,6 +51,7 @@ def probe_paths(experts: LiveExperts, device: Device, marks: Marks) -> dict[str,
     def work() -> tuple[torch.Tensor, ...]:
         marks.begin()
         for layer in range(store.num_layers):
+            executor.normed(layer, x)
             executor(layer, x, ids[layer], shares)
         marks.point()
         return ()
