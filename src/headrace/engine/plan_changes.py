@@ -198,7 +198,7 @@ def _other_models(plan: Plan) -> list[str]:
     """The largest bundled model that fits."""
     specs = [bundled_model(name).spec() for name in bundled_names()]
     for spec in sorted(specs, key=lambda s: -s.total_weights):
-        if spec.total_weights >= plan.spec.total_weights:
+        if spec.name == plan.spec.name:
             continue
         context = min(plan.workload.context, spec.max_context)
         work = replace(plan.workload, context=context, prompt=min(plan.workload.prompt, context))
