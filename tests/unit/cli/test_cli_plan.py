@@ -470,3 +470,8 @@ def test_a_routing_that_is_not_there_is_called_missing(tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"--routing: there is no file {file}" in told
     assert "headrace run MODEL -p TEXT --routing FILE" in told
+
+
+def test_where_memory_is_shared_slots_lie_in_the_gpus_part(capsys):
+    text = said(capsys, "kimi-k2", "--machine", "apple-m3-ultra")
+    assert "of 23,040 in the GPU's part (" in text  # 60 layers of 384 experts
