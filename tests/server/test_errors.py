@@ -97,6 +97,10 @@ def test_messages_say_what_is_allowed(served: Served):
     error = error_of(served.chat(stop=["a"] * 65), 400)
     assert "at most 64 items" in error["message"]
     assert len(error["message"]) < 300  # a long value is not repeated in full
+    error = error_of(served.chat(temperature="1"), 400)
+    assert error["message"].startswith('temperature: Input should be a valid number (found "1")')
+    error = error_of(served.chat(stream="yes"), 400)
+    assert '(found "yes")' in error["message"]
 
 
 def test_unknown_field_is_refused_by_name(served: Served):

@@ -17,6 +17,7 @@ from headrace.core.errors import ConfigError, InternalError
 from headrace.core.words import counted
 
 if TYPE_CHECKING:
+    from headrace.engine.engine import Engine
     from headrace.engine.explaining import Watch, Workload
     from headrace.explain.report import ExplainReport
     from headrace.machine.profile import MachineProfile
@@ -113,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
         raise InternalError(f"no {args.step} step was seen")
     if args.step == "decode" and report.sequences < args.sequences:
         note(
-            f"only {report.sequences:,} of the {args.sequences:,} sequences ran at once: no more fit into "
-            "the KV cache; fewer --prompt-tokens or --steps leave room for more"
+            f"only {report.sequences:,} of the {args.sequences:,} sequences ran at once: "
+            + _why_fewer(engine, workload)
         )
     if png is not None:
         from headrace.explain.report_png import write_png
@@ -127,6 +128,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(report, machine)))
     return 0
+
+
+def _why_fewer(engine: Engine, workload: Workload) -> str:
+    """Why not all sequences of ``workload`` decoded together, and what would let more of them."""
+    block = engine.info.block_tokens
+    blocks = workload.batch * -(-(workload.prompt + workload.steps - 1) // block)
+    if blocks > engine.snapshot().kv_blocks_total:
+        return "no more fit into the KV cache; fewer --prompt-tokens or --steps leave room for more"
+    return (
+        "the first had written their tokens before the prompts of the last were computed; more --steps or "
+        "fewer --prompt-tokens let more run together"
+    )
 
 
 def _run(steps: Callable[[Callable[[float], None]], Watch], workload: Workload) -> Watch:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # What is planned for where nothing is said: a conversation that a desktop's model is used for.
 DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
-DEFAULT_KV = "bf16"
+DEFAULT_KV, DEFAULT_KV_ON_CPU = "bf16", "f32"  # what the engine takes if nobody asks
 LIST, THIS, AUTO = "list", "this", "auto"
 
 
@@ -70,7 +70,7 @@ def add_parser(commands: Commands) -> None:
         "--kv-format",
         choices=(AUTO, *FORMATS),
         help="format of cached keys and values; auto: the smallest that is known to hold on the "
-        f"architecture (default: {DEFAULT_KV})",
+        f"architecture (default: {DEFAULT_KV}, without a GPU {DEFAULT_KV_ON_CPU})",
     )
     add("--compare", metavar="A,B,C", help="machines to put side by side, separated by commas")
     add("--picture", type=Path, metavar="FILE", help="write the memory layout as an SVG picture")
@@ -159,7 +159,8 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     spec = read_model(args.model)
     context = args.context or min(DEFAULT_CONTEXT, spec.max_context)
     prompt = args.prompt or min(DEFAULT_PROMPT, max(1, context // 2))
-    kv_format = args.kv_format or DEFAULT_KV
+    profile = read_machine(machine)
+    kv_format = args.kv_format or (DEFAULT_KV if profile.gpu else DEFAULT_KV_ON_CPU)
     if kv_format == AUTO:
         from headrace.core.kv_accuracy import smallest_that_holds
 
@@ -167,7 +168,7 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
         kv_format, why = smallest_that_holds(spec.family, rank=0, usable=frozenset(FORMATS))
         spec = replace(spec, notes=(*spec.notes, f"--kv-format auto is {kv_format}: {why}"))
     work = Workload(context, args.concurrency or 1, kv_format, prompt)
-    return make_plan(spec, read_machine(machine), work)
+    return make_plan(spec, profile, work)
 
 
 def _replay(plan: Plan, file: Path) -> tuple[Prediction, int]:

@@ -146,7 +146,7 @@ def _answer(plan: Plan) -> list[str]:
             "experts",
             [
                 f"{plan.layout.slots:,} of {plan.spec.moe_layers * plan.spec.num_experts:,} in "
-                f"{'VRAM' if tiers_of(plan) is TIERS else tiers_of(plan)['vram']} "
+                f"{'VRAM' if tiers_of(plan) is TIERS else 'the ' + tiers_of(plan)['vram']} "
                 f"({plan.layout.resident:.1%}) serve {hits.expected:.0%} of look-ups "
                 f"({hits.low:.0%} to {hits.high:.0%})",
                 f"misses: {speed.fetch_share:.0%} fetched, {1 - speed.fetch_share:.0%} computed by the CPU",

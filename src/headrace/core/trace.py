@@ -96,9 +96,15 @@ _DAMAGE = (
     zlib.error,
 )
 
+_MAGIC = (b"PK\x03\x04", b"\x93NUMPY")  # of npz and npy
+
 
 def _arrays(path: Path) -> tuple[npt.NDArray[Any], bytes]:
     """ids, and meta's bytes."""
+    # Of any other file NumPy says that it could be read unsafely, as a pickle.
+    with path.open("rb") as file:
+        if not file.read(6).startswith(_MAGIC):
+            raise ValueError("it is no npz file")
     opened: Any = np.load(path, allow_pickle=False)
     if isinstance(opened, np.ndarray):
         raise ValueError("it holds one array")

@@ -75,7 +75,7 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
         yield "+32 GB of host memory", on(replace(machine, host=more))
     if plan.layout.mode == "disk" and "disk_read" in machine.rates:
         yield "disk twice as fast", on(with_rate(machine, "disk_read", 2.0))
-    for name in ("fp8", "nvfp4k-fp8v"):
+    for name in ("bf16", "fp8", "nvfp4k-fp8v"):
         if KV_BITS[work.kv_format] > KV_BITS[name]:
             yield f"KV cache in {name}", under(replace(work, kv_format=name))
     if work.concurrency > 1:
@@ -198,7 +198,7 @@ def _other_models(plan: Plan) -> list[str]:
     """The largest bundled model that fits."""
     specs = [bundled_model(name).spec() for name in bundled_names()]
     for spec in sorted(specs, key=lambda s: -s.total_weights):
-        if spec.total_weights >= plan.spec.total_weights:
+        if spec.name == plan.spec.name:
             continue
         context = min(plan.workload.context, spec.max_context)
         work = replace(plan.workload, context=context, prompt=min(plan.workload.prompt, context))

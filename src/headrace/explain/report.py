@@ -359,7 +359,9 @@ def _advice(step: advice.Calibrated) -> list[str]:
             f"the step {gain:.2f} times faster if the kernels kept their distance from the floor."
         )
     else:
-        lines.append(f"Quantisation: at {bits:.1f} bits a weight there is little left to gain.")
+        lines.append(
+            f"Quantisation: fewer bits than the weights' {bits:.1f} would hardly change this step."
+        )
     sampling = step.measured.get(leaf.SAMPLING, 0.0) / step.step_s
     if sampling > NOTABLE:
         lines.append(

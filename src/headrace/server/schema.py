@@ -11,6 +11,7 @@ Any other field is refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -236,7 +237,7 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> RequestError:
     else:
         expected = ", or: ".join(dict.fromkeys(f["msg"] for f in same))
     return RequestError(
-        f"{where}: {expected} (found {_short(fault['input'])})",
+        f"{where}: {expected} (found {_as_sent(fault['input'])})",
         hint="docs/reference/http-api.md lists each field's values",
         param=where,
     )
@@ -246,6 +247,11 @@ def _field_path(loc: Sequence[int | str]) -> list[str]:
     """Return a fault's location without the names of a union's members ("list[str]", "int")."""
     path = [str(part) for part in loc if isinstance(part, int) or part.isidentifier()]
     return path[:1] + [p for p in path[1:] if p not in ("str", "int", "float", "bool")]
+
+
+def _as_sent(value: Any) -> str:
+    """Return ``value`` as JSON of bounded length: a text in quotes, so that "5" is no number."""
+    return _short(json.dumps(value, ensure_ascii=False))
 
 
 def _short(value: Any) -> str:

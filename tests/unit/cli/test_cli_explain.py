@@ -67,6 +67,27 @@ def test_sequences_that_have_to_wait_are_told(capsys: pytest.CaptureFixture[str]
     found = json.loads(said.out)["sequences"]
     assert found < 30
     assert f"only {found} of the 30 sequences" in said.err
+    # 30 x 4 blocks of 32 tokens lie in a pool that holds 30 whole contexts: it was not the cache.
+    assert "more --steps or fewer --prompt-tokens" in said.err
+    assert "KV cache" not in said.err
+
+
+def test_sequences_that_the_cache_cannot_hold_are_told(capsys: pytest.CaptureFixture[str]):
+    argv = [
+        *RUN[:4],
+        "--context",
+        "64",
+        "--prompt-tokens",
+        "32",
+        "--steps",
+        "16",
+        "--no-probe",
+        "--json",
+    ]
+    assert main([*argv, "--ram-budget", "560MB", "--sequences", "20"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["sequences"] < 20
+    assert "no more fit into the KV cache; fewer --prompt-tokens or --steps" in said.err
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]):

@@ -125,6 +125,21 @@ def test_a_gguf_file_by_its_tensors(capsys):
     assert "134.5 million weights, 96.5 MB" in text
 
 
+def test_the_cache_is_planned_in_the_format_that_the_engine_takes(capsys):
+    """The engine's own choice is float32 on a CPU and bfloat16 on a GPU."""
+    text = said(capsys, "llama-3-8b", "--machine", "ddr5-6000-dual")
+    assert "KV cache in f32" in text
+    assert (
+        "K KV cache         2.1 GB" in text
+    )  # 2 x 32 layers x 8 heads x 128 x 4 bytes x 8,192 tokens
+    assert "KV cache in bf16 " in text  # as one change
+    text = said(capsys, "llama-3-8b", "--machine", "h200")
+    assert "KV cache in bf16" in text
+    assert "K KV cache         1.1 GB" in text
+    text = said(capsys, "llama-3-8b", "--machine", "ddr5-6000-dual", "--kv-format", "bf16")
+    assert "K KV cache         1.1 GB" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -455,3 +470,8 @@ def test_a_routing_that_is_not_there_is_called_missing(tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"--routing: there is no file {file}" in told
     assert "headrace run MODEL -p TEXT --routing FILE" in told
+
+
+def test_where_memory_is_shared_slots_lie_in_the_gpus_part(capsys):
+    text = said(capsys, "kimi-k2", "--machine", "apple-m3-ultra")
+    assert "of 23,040 in the GPU's part (" in text  # 60 layers of 384 experts

@@ -162,6 +162,8 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     for path in (other, text, tmp_path / "missing.npz"):
         with pytest.raises(ConfigError, match="is not a routing trace"):
             RoutingTrace.load(path)
+    with pytest.raises(ConfigError, match=r"text\.npz is not a routing trace: it is no npz file\n"):
+        RoutingTrace.load(text)  # NumPy's own words are advice to read it as a pickle, unsafely
 
 
 def _npz(path: Path, members: dict[str, bytes]) -> Path:

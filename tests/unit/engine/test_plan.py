@@ -71,6 +71,12 @@ def test_short_of_what_by_hand():
     assert any("largest bundled model that fits" in text for text in said)
 
 
+def test_the_largest_model_that_fits_may_have_more_weights_in_fewer_bytes():
+    """141 GB of bfloat16 do not fit 103 GB of host memory, 65 GB of MXFP4 with more weights do."""
+    said = alternatives(plan("llama-3.1-70b", "rtx-4090+ddr5-6000-dual"))
+    assert any("largest bundled model that fits is gpt-oss-120b (" in text for text in said)
+
+
 def test_b016_a_mixture_too_large_for_the_host_is_refused_from_its_configuration():
     """gpt-oss-120b on a host of 32 GiB, each byte counted by hand from the published shapes."""
     found = plan("gpt-oss-120b", "ddr5-6000-dual+ram=32GiB")
