@@ -62,9 +62,10 @@ def engines() -> list[str]:
         "| --- | --- | --- | --- |",
     ]
     for engine in engine_models().values():
+        tables = {"reach": engine.reach, "kernel": engine.kernel, "prompts": engine.prompts}
         for path, source in engine.sources.items():
             group, _, resource = path.rpartition(".")
-            table = {"reach": engine.reach, "kernel": engine.kernel}.get(group)
+            table = tables.get(group)
             shares = table if table is not None else engine.attention[group.split(".")[1]]
             lines.append(f"| {engine.title} | {path} | {shares[resource]:g} | {source} |")
     return [*lines, ""]

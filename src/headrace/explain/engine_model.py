@@ -17,6 +17,8 @@ from headrace.machine.profile import MachineProfile
 
 FILE = Path(__file__).with_name("engines.toml")
 PHASES = {leaf.ATTENTION_DECODE: "decode", leaf.ATTENTION_PREFILL: "prefill"}
+# Products of many rows, which unpack each weight once for all of them.
+MANY_ROWS = (leaf.QKV, leaf.O_PROJECTION, leaf.DENSE_FFN)
 # Rates behind resources that are not bytes.
 COMPUTE_RATES = {"tensor": "gpu_flops_bf16", "vector": "gpu_flops_f32", "cpu": "cpu_flops_f32"}
 Shares = Mapping[str, float]
@@ -37,18 +39,32 @@ class EngineModel:
     reach: Shares
     kernel: Shares
     attention: Mapping[str, Shares] = field(default_factory=dict[str, Shares])
+    prompts: Shares = field(default_factory=dict[str, float])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def efficiency(self, one: Leaf, machine: MachineProfile) -> dict[str, float]:
-        """Share of each resource's rate that the leaf reaches on this machine."""
+    def efficiency(
+        self, one: Leaf, machine: MachineProfile, *, prompt: bool = False
+    ) -> dict[str, float]:
+        """Share of each resource's rate that the leaf reaches on this machine.
+
+        prompt: in a prompt's step.
+        """
         shares: dict[str, float] = {}
-        for resource in {*self.reach, *self.kernel}:
+        kernel = self.kernel
+        if prompt and one.path == "cpu" and one.id in MANY_ROWS:
+            kernel = {**kernel, **self.prompts}
+        for resource in {*self.reach, *kernel}:
             reach = 1.0 if measured(machine, resource) else self.reach.get(resource, 1.0)
-            shares[resource] = reach * self.kernel.get(resource, 1.0)
+            shares[resource] = reach * kernel.get(resource, 1.0)
         if one.path == "fetch":  # the copy engine reads host memory, not the engine's kernels
             shares["dram"] = 1.0 if measured(machine, "dram") else self.reach.get("dram", 1.0)
+        phase = PHASES.get(one.id, "")
         if one.path == "gpu":  # what the CPU does of a split attention has the CPU's shares
-            shares.update(self.attention.get(PHASES.get(one.id, ""), {}))
+            shares.update(self.attention.get(phase, {}))
+        else:
+            for resource, share in self.attention.get(f"{phase}_on_cpu", {}).items():
+                reach = 1.0 if measured(machine, resource) else self.reach.get(resource, 1.0)
+                shares[resource] = reach * share
         gpu = machine.gpu
         if one.blocks and not self.split_kv and gpu is not None and gpu.multiprocessors:
             busy = min(1.0, one.blocks / gpu.multiprocessors)
@@ -104,5 +120,6 @@ def _read(name: str, raw: Mapping[str, Any]) -> EngineModel:
         reach=shares("reach", raw.get("reach", {})),
         kernel=shares("kernel", raw.get("kernel", {})),
         attention=attention,
+        prompts=shares("prompts", raw.get("prompts", {})),
         sources=sources,
     )

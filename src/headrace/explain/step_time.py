@@ -141,7 +141,8 @@ class StepPrices:
         """The engine's shares, which know a leaf by these alone."""
         key = one.id, one.path, one.blocks
         if key not in self._shares:
-            self._shares[key] = self._engine.efficiency(one, self._machine)
+            prompt = self._shape.phase == "prefill"
+            self._shares[key] = self._engine.efficiency(one, self._machine, prompt=prompt)
         return self._shares[key]
 
 
