@@ -6,12 +6,18 @@ import their device and marks from there.
 """
 
 import os
+import signal
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts its background jobs with ctrl-C ignored, which programs started here would inherit. A
+# command respects that (``nohup``), and tests of ctrl-C are about commands in the foreground.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,7 @@ def test_ctrl_c_cancels_between_steps(start: Start, capsys: pytest.CaptureFixtur
             signal.raise_signal(signal.SIGINT)
 
     engine, _, _ = start(FakeEngine(["a", "b", "c", "d"], before_step=press))
-    before = signal.getsignal(signal.SIGINT)  # a background job of a shell starts with it ignored
+    before = signal.getsignal(signal.SIGINT)
     assert main(["run", "toy", "-p", "q"]) == 130
     assert capsys.readouterr().out == "ab\n"  # the step that was running finished
     assert engine.cancelled == ["cli-0"]
