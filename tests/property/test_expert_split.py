@@ -96,8 +96,10 @@ def test_a_cold_cache_warms_on_any_pair_of_rates(
         assert demand_s + copied_s <= window_s * (1 + 1e-6)
         visits += 1
         idle_for += window_s
-        # promotion gets 0.8 of PCIe's time: 8 slices need 10 slice times, and a few visits to start
-        assert visits <= 16 or idle_for <= 1.1 * 10 * slice_nbytes / (pcie * 1e9) + 16 * window_s
+        # promotion gets 0.8 of PCIe's time: 8 slices need 10 slice times, and a few visits to start; budgets
+        # are whole bytes, so that each visit may lose one, of two or three where the CPU is so much faster
+        needed_s = (1.1 * 10 * slice_nbytes + visits / 0.8) / (pcie * 1e9)
+        assert visits <= 16 or idle_for <= needed_s + 16 * window_s
 
 
 @given(
