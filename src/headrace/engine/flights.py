@@ -70,15 +70,16 @@ class Flights:
         Raises:
             DeviceLostError: nothing more can be computed.
         """
-        plan = flight.plan
-        if not self._computing.can_launch(plan):
-            return False
+        return self._computing.can_launch(flight.plan) and self._launch(flight)
+
+    def _launch(self, flight: Flight) -> bool:
+        """Launch a step that can be; False if that failed."""
         try:
             self._computing.launch(flight)
         except DeviceLostError:
             raise
         except Exception:
-            log.exception("step %d could not be launched", plan.step)
+            log.exception("step %d could not be launched", flight.plan.step)
             return False
         flight.launched = True
         self._flying.append(flight)
@@ -101,7 +102,7 @@ class Flights:
         launched = False
         if self._computing.can_launch(plan):
             self._computing.begin(plan)
-            launched = self.launch(flight)
+            launched = self._launch(flight)
         if not launched:
             self._scheduler.drop_ahead()
 
