@@ -51,8 +51,8 @@ PATHS = {
 }
 WAITS = {"fetched": leaf.EXPERT_FETCH}
 # Host ranges within which the GPU works; of a launched step the first only starts it.
-COMPUTING = ("decoder", "logits", "sampler")
 LAUNCHING, WAITING = "decoder", ("logits", "sampler")
+COMPUTING = (LAUNCHING, *WAITING)
 NANO = 1e9
 
 Mode = Literal["plain", "marked", "bracket", "eager"]
