@@ -11,19 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from headrace.core.step import ScheduledChunk
-from headrace.engine.sampler import SamplingState, uniform
+from headrace.engine.sampler import FLOAT64_TEMPERATURE, SamplingState, uniform
 from headrace.ops.records import GREEDY_RULE, NO_RULE, Rule
 from headrace.ops.registry import OpSet, resolve
-
-# Up to here the host divides in float64: a difference of float32 logits might overflow float32.
-_LEAST_TEMPERATURE = 1e-3
 
 
 def is_chosen_on_device(state: SamplingState) -> bool:
     """Whether a device can choose the sequence's tokens: of raw logits, and nobody asks for more of them."""
     if state.changes_logits or state.params.logprobs is not None:
         return False
-    return state.greedy or state.params.temperature > _LEAST_TEMPERATURE
+    return state.greedy or state.params.temperature > FLOAT64_TEMPERATURE
 
 
 def rule_of(chunk: ScheduledChunk, state: SamplingState) -> Rule:

@@ -37,6 +37,9 @@ Weights = npt.NDArray[np.float32]
 # JSON has no minus infinity; OpenAI's API uses this value for "very unlikely" (API reference).
 LOGPROB_FLOOR = -9999.0
 
+# Up to here a difference of float32 logits divided by the temperature may overflow float32.
+FLOAT64_TEMPERATURE = 1e-3
+
 _RUN = 1024  # weights per run in the two-level draw: about the square root of a large vocabulary
 
 
@@ -141,8 +144,7 @@ def kept_weights(
     Returns the kept token ids in increasing order (None: all of them) and their weights,
     exp((l - max) / temperature), which are proportional to the probabilities.
     """
-    # Below 1e-3 a difference of float32 logits divided by the temperature may overflow float32.
-    kind = np.float32 if params.temperature > 1e-3 else np.float64
+    kind = np.float32 if params.temperature > FLOAT64_TEMPERATURE else np.float64
     with np.errstate(over="ignore", under="ignore"):
         scaled = np.subtract(logits, maximum, dtype=kind)
         scaled /= kind(params.temperature)
