@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 
 from headrace.ops.expert_keep import ASK_DEVICE, choose_kept
+from headrace.ops.expert_records import Rows
 
 # Computes one slice for some tokens: (layer, slot bytes, x [n, hidden]) -> float32 [n, hidden].
 SliceProduct = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-# Rows of a chunk, float32 [n, hidden], made when they are asked for.
-Rows = Callable[[slice], torch.Tensor]
 # [n, 3]: slot, key (expert * slices + slice), the slot that it is to stay in (NOWHERE, ASK_DEVICE)
 Work = npt.NDArray[np.int32]
 

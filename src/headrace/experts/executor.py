@@ -20,7 +20,6 @@ import torch
 
 from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
 from headrace.experts.cache_policy import value_constants
-from headrace.experts.chunk import Rows
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
@@ -28,7 +27,13 @@ from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
-from headrace.ops.expert_records import ExpertFault, ExpertService, RouterView, ServiceStats
+from headrace.ops.expert_records import (
+    ExpertFault,
+    ExpertService,
+    RouterView,
+    Rows,
+    ServiceStats,
+)
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ The cache is warmed, not wiped: see ``ops.expert_keep``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.experts.chunk import ChunkCompute, Rows, SlotTable
+from headrace.experts.chunk import ChunkCompute, SlotTable
 from headrace.experts.plan_oracle import FREE, PlanShape
 from headrace.experts.prefill import (
     expected_distinct,
@@ -36,6 +36,7 @@ from headrace.experts.split import PathRates
 from headrace.experts.store import HostStore
 from headrace.machine.device import Device
 from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
+from headrace.ops.expert_records import Rows
 
 Counts = npt.NDArray[np.int32]
 
@@ -119,9 +120,11 @@ class StreamPrefill:
             self._compute.begin(layer, x, ids, weights)
             return self._stream(layer)
         most = self._piece(layer, *ids.shape)
-        if most is not None:
-            return self._in_pieces(layer, x, ids, weights, most)
-        return self._route(layer, x, ids, weights)
+        if most is None:
+            return self._route(layer, x, ids, weights)
+        return torch.cat(
+            [part for _, part in self._in_pieces(layer, x.__getitem__, ids, weights, most)]
+        )
 
     def add_to(
         self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
@@ -136,15 +139,13 @@ class StreamPrefill:
             self._stream(layer)
             return
         most = self._piece(layer, *ids.shape)
-        if most is None and not self._cpu_takes(tokens):
+        if most is not None:
+            for rows, part in self._in_pieces(layer, x, ids, weights, most):
+                out[rows] += part
+        elif self._cpu_takes(tokens):
+            out += self._route(layer, x(slice(0, tokens)), ids, weights)
+        else:
             self._route(layer, x, ids, weights, into=out)
-            return
-        of_all = None if most is None else self._uses(ids.cpu())
-        start = 0
-        for size in pieces(tokens, most or tokens):
-            r = slice(start, start + size)
-            out[r] += self._route(layer, x(r), ids[r], weights[r], of_all)
-            start += size
 
     def _cpu_takes(self, num_tokens: int) -> bool:
         return self._cpu is not None and num_tokens <= self._cpu.max_tokens
@@ -265,18 +266,16 @@ class StreamPrefill:
         return len(keys)
 
     def _in_pieces(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
-    ) -> torch.Tensor:
-        """As many tokens at a time as the CPU takes. What stays in the cache is judged by all of them: a
-        piece of some tokens an expert would let chance wipe it."""
+        self, layer: int, x: Rows, ids: torch.Tensor, weights: torch.Tensor, most: int
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """As many tokens at a time as the CPU takes, and their sums. What stays in the cache is judged by
+        all of them: a piece of some tokens an expert would let chance wipe it."""
         of_all = self._uses(ids.cpu())
-        found: list[torch.Tensor] = []
         start = 0
-        for size in pieces(x.shape[0], most):
+        for size in pieces(ids.shape[0], most):
             r = slice(start, start + size)
-            found.append(self._route(layer, x[r], ids[r], weights[r], of_all))
+            yield r, self._route(layer, x(r), ids[r], weights[r], of_all)
             start += size
-        return torch.cat(found)
 
     def _uses(self, ids: torch.Tensor) -> Counts:
         """Tokens of each key's expert. ids: on the host."""

@@ -10,7 +10,7 @@ import torch
 from headrace.formats.base import PackedTensor
 from headrace.layers.norm import Norm
 from headrace.layers.router import Router
-from headrace.ops.expert_records import RouterView
+from headrace.ops.expert_records import RouterView, Rows
 from headrace.ops.records import Activation, ExpertWeights
 from headrace.ops.registry import OpSet
 
@@ -35,7 +35,7 @@ class LongChunks(Protocol):
     """An executor that needs little memory for a long chunk."""
 
     def add_to(
-        self, layer: int, x: Callable[[slice], torch.Tensor], ids: torch.Tensor,
+        self, layer: int, x: Rows, ids: torch.Tensor,
         weights: torch.Tensor, out: torch.Tensor, /,
     ) -> None:  # fmt: skip
         """Add the mixture's sum to ``out``, float32 [T, D]. x: makes rows of its input, float32 [n, D],

@@ -6,7 +6,7 @@ the kernels need to see of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -15,6 +15,9 @@ import torch
 
 from headrace.formats.base import PackedTensor
 from headrace.ops.records import Activation
+
+# Rows of a long chunk, float32 [n, hidden], made when they are asked for.
+Rows = Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True)

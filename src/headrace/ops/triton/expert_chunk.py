@@ -9,7 +9,7 @@ by a kernel, since small copies would queue behind the ring's large ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import triton
 
 from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
+from headrace.ops.expert_records import Rows
 from headrace.ops.records import Activation
 from headrace.ops.triton.control import interpreted
 from headrace.ops.triton.expert_grouped import ENTRY, grouped_down, grouped_gate_up, grouped_sum
@@ -48,8 +49,6 @@ _SPINS = 5_000_000
 
 # Rows of a long chunk that are normalised at a time.
 LONG_PIECE = 1024
-# Rows of x, float32 [n, hidden].
-Rows = Callable[[slice], torch.Tensor]
 # Rows of weights, tokens, columns at once (of MXFP4 bytes), warps, stages.
 Tile = tuple[int, int, int, int, int]
 
