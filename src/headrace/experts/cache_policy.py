@@ -32,6 +32,7 @@ How the constants were chosen, and what lost: docs/residency.md. Pure Python, no
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -221,22 +222,64 @@ def value_constants(num_layers: int, num_slices: int = 1) -> ValueConstants:
     )
 
 
-class ValuePolicy:
-    """Keeps what is likely to be used soon; admits only what beats its victim. See the module.
+class ValueAdmission(ABC):
+    """Slots that go to units by value: admits only what beats its victim. See the module."""
+
+    def __init__(self, shape: CacheShape, constants: ValueConstants | None) -> None:
+        self.shape = shape
+        self.constants = constants or value_constants(shape.num_layers, shape.num_slices)
+        self._slots: dict[int, None] = {}
+        self._victims: list[tuple[float, int]] | None = None  # of this turn, with their worth
+
+    def admit(self, unit: int) -> Admission | None:
+        """See ``CachePolicy``."""
+        if len(self._slots) < self.shape.num_slots:
+            self._add(unit)
+            return Admission(unit, None)
+        if self._victims is None:
+            self._victims = self._order()
+        while self._victims and self._victims[-1][1] not in self._slots:
+            self._victims.pop()  # a promotion took its slot
+        newcomer = self.value(self.shape.expert_of(unit)) * self.constants.admission
+        if not self._victims or not _float32(newcomer)[0] > self._victims[-1][0]:
+            return None
+        _, victim = self._victims.pop()
+        self.replace(unit, victim)
+        return Admission(unit, victim)
+
+    def replace(self, unit: int, victim: int | None) -> None:
+        """See ``CachePolicy``."""
+        _swap(self._slots, unit, victim, self.shape)
+
+    def residents(self) -> Collection[int]:
+        """See ``CachePolicy``."""
+        return self._slots.keys()
+
+    def _add(self, unit: int) -> None:
+        self._slots[unit] = None
+
+    @abstractmethod
+    def value(self, expert: int) -> float:
+        """See ``CachePolicy``."""
+
+    @abstractmethod
+    def _order(self) -> list[tuple[float, int]]:
+        """This turn's victims with their worth, the first to go last."""
+
+
+class ValuePolicy(ValueAdmission):
+    """Keeps what is likely to be used soon. See the module.
 
     Products and sums of two float32 numbers are exact or rounded once in float64, and each is rounded
     to float32 when it is stored, so the results are those of float32 hardware.
     """
 
     def __init__(self, shape: CacheShape, constants: ValueConstants | None = None) -> None:
-        self.shape = shape
-        self.constants = constants or value_constants(shape.num_layers, shape.num_slices)
+        super().__init__(shape, constants)
         self._counters = [array("f", bytes(4 * shape.num_all)) for _ in HALF_LIVES]
         self._values = values_of(self._counters, self.constants)
-        self._slots: dict[int, None] = {}
         self._used: set[int] = set()  # experts, in this step
         self._ranking: list[int] | None = None
-        self._victims: list[tuple[float, int]] | None = None  # of this turn, with their worth
         self._layer = 0
 
     def begin_step(self) -> None:
@@ -265,29 +308,8 @@ class ValuePolicy:
                     misses.append((-worth, unit))
         return LookUp(tuple(hits), tuple(unit for _, unit in sorted(misses)))
 
-    def admit(self, unit: int) -> Admission | None:
-        if len(self._slots) < self.shape.num_slots:
-            self._slots[unit] = None
-            return Admission(unit, None)
-        if self._victims is None:
-            self._victims = self._order()
-        while self._victims and self._victims[-1][1] not in self._slots:
-            self._victims.pop()  # a promotion took its slot
-        newcomer = self._values[self.shape.expert_of(unit)] * self.constants.admission
-        if not self._victims or not _float32(newcomer)[0] > self._victims[-1][0]:
-            return None
-        _, victim = self._victims.pop()
-        self.replace(unit, victim)
-        return Admission(unit, victim)
-
-    def replace(self, unit: int, victim: int | None) -> None:
-        _swap(self._slots, unit, victim, self.shape)
-
     def value(self, expert: int) -> float:
         return self._values[expert]
-
-    def residents(self) -> Collection[int]:
-        return self._slots.keys()
 
     def top_units(self, count: int, *, missing: bool) -> list[int]:
         return top_units(self, count, missing=missing)
@@ -297,7 +319,6 @@ class ValuePolicy:
         return tuple(f[expert] for f in self._counters)
 
     def _order(self) -> list[tuple[float, int]]:
-        """This turn's victims with their worth, the first to go last."""
         if self._ranking is None:
             self._ranking = self._rank()
         shape, turn = self.shape, self.constants.turn

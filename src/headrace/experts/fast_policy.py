@@ -9,8 +9,7 @@ looking for the coldest unit among all.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ import numpy.typing as npt
 
 from headrace.experts.cache_policy import (
     HALF_LIVES,
-    Admission,
     CacheShape,
     LookUp,
+    ValueAdmission,
     ValueConstants,
-    value_constants,
 )
 
 Floats = npt.NDArray[np.float32]
@@ -31,24 +29,21 @@ Units = npt.NDArray[np.int64]
 _WINDOWS = 4
 
 
-class FastValuePolicy:
+class FastValuePolicy(ValueAdmission):
     """See ``cache_policy.ValuePolicy``; the same interface."""
 
     def __init__(self, shape: CacheShape, constants: ValueConstants | None = None) -> None:
-        self.shape = shape
-        made = constants or value_constants(shape.num_layers, shape.num_slices)
-        self.constants = made
+        super().__init__(shape, constants)
+        made = self.constants
         self._decay: Floats = np.array(made.decay, np.float32)[:, None]
         self._floor: Floats = np.array(made.floor, np.float32)[:, None]
         self._turn: npt.NDArray[np.float64] = np.array(made.turn, np.float64)
         self._counters: Floats = np.zeros((len(HALF_LIVES), shape.num_all), np.float32)
         self._values = self._worth(self._counters)
-        self._slots: dict[int, None] = {}
         self._held = np.zeros(shape.num_all * shape.num_slices, np.bool_)  # units in slots
         self._expert: Units = np.arange(shape.num_all * shape.num_slices) // shape.num_slices
         self._used = np.zeros(shape.num_all, np.bool_)  # experts, in this step
         self._ranking: Units | None = None
-        self._victims: list[tuple[float, int]] | None = None  # of this turn, with their worth
         self._layer = 0
 
     def _worth(self, counters: Floats) -> Floats:
@@ -82,39 +77,18 @@ class FastValuePolicy:
                     misses.append((-worth, unit))
         return LookUp(tuple(hits), tuple(unit for _, unit in sorted(misses)))
 
-    def admit(self, unit: int) -> Admission | None:
-        if len(self._slots) < self.shape.num_slots:
-            self._add(unit)
-            return Admission(unit, None)
-        if self._victims is None:
-            self._victims = self._order()
-        while self._victims and self._victims[-1][1] not in self._slots:
-            self._victims.pop()  # a promotion took its slot
-        newcomer = self.value(self.shape.expert_of(unit)) * self.constants.admission
-        if not self._victims or not array("f", [newcomer])[0] > self._victims[-1][0]:
-            return None
-        _, victim = self._victims.pop()
-        self.replace(unit, victim)
-        return Admission(unit, victim)
-
     def replace(self, unit: int, victim: int | None) -> None:
         if victim is not None:
-            del self._slots[victim]
             self._held[victim] = False
-        if unit in self._slots or len(self._slots) >= self.shape.num_slots:
-            used = f"{len(self._slots)} of {self.shape.num_slots} slots used"
-            raise ValueError(f"no place for unit {unit}: {used}")
-        self._add(unit)
+        super().replace(unit, victim)
+        self._held[unit] = True
 
     def _add(self, unit: int) -> None:
-        self._slots[unit] = None
+        super()._add(unit)
         self._held[unit] = True
 
     def value(self, expert: int) -> float:
         return float(self._values[expert])
-
-    def residents(self) -> Collection[int]:
-        return self._slots.keys()
 
     def counters(self, expert: int) -> tuple[float, ...]:
         """The three counters, slowest last."""
@@ -133,7 +107,6 @@ class FastValuePolicy:
         return units[np.argsort(keys, kind="stable")[:count]].tolist()
 
     def _order(self) -> list[tuple[float, int]]:
-        """This turn's victims with their worth, the first to go last."""
         if self._ranking is None:
             self._ranking = self._rank()
         window = self.constants.window
