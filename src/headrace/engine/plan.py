@@ -104,8 +104,8 @@ def make_plan(
     layout, decoding_then = layouts[at_once], decodings[at_once]
     workload_then = replace(workload, concurrency=at_once)
     if layout.mode in ("ram", "disk"):
-        layout = _with_chunks(spec, machine, workload_then, layout, model)
-        decoding_then = _decoding(spec, machine, workload_then, layout, model)
+        found = _with_chunks(spec, machine, workload_then, layout.mode, model)
+        layout, decoding_then = found or (layout, decoding_then)
     speed = _speed(spec, machine, workload_then, layout, model, decoding_then)
     return Plan(spec, machine, workload, layout, speed, at_once)
 
@@ -114,25 +114,26 @@ def _with_chunks(
     spec: PlanSpec,
     machine: MachineProfile,
     workload: Workload,
-    layout: Layout,
+    mode: str,
     engine: EngineModel,
-) -> Layout:
-    """The layout with prompts' chunks as long as the engine would make them (``experts.chunk_choice``)."""
-    found: dict[int, Layout] = {}
+) -> tuple[Layout, _Decoding] | None:
+    """The layout of ``mode`` with prompts' chunks as long as the engine would make them
+    (``experts.chunk_choice``), and its decoding step; None where no chunk leaves it that mode."""
+    found: dict[int, tuple[Layout, _Decoding]] = {}
     prices: list[ChunkPrice] = []
     for tokens in CANDIDATES:
         made = lay_out(spec, machine, workload, with_slack(tokens, workload.context))
-        if made.mode != layout.mode:
+        if made.mode != mode:
             break
         past = min(MEAN_PAST, max(workload.context - tokens, 0))
         chunk_s = _chunk_time(spec, machine, workload, made, engine, (past, tokens)).seconds
-        decode_s = _decoding(spec, machine, workload, made, engine).step.seconds
+        decoding = _decoding(spec, machine, workload, made, engine)
         nbytes = made.used["vram"]["workspace"]
-        found[tokens] = made
-        prices.append(ChunkPrice(tokens, chunk_s, decode_s, nbytes))
+        found[tokens] = made, decoding
+        prices.append(ChunkPrice(tokens, chunk_s, decoding.step.seconds, nbytes))
         if tokens >= workload.context:
             break
-    return found[choose_chunk(prices).tokens] if prices else layout
+    return found[choose_chunk(prices).tokens] if prices else None
 
 
 def _check(spec: PlanSpec, workload: Workload) -> None:
