@@ -37,13 +37,11 @@ def expert_loads(
 
     ``threads``: to make the experts with.
     """
-    one: dict[str, Callable[[], AbstractContextManager[Load]]] = {
-        fmt: partial(open_load, kernels, fmt, threads) for fmt in formats
-    }
-    many: dict[str, Callable[[], AbstractContextManager[Load]]] = {
-        fmt + MANY: partial(open_load, kernels, fmt, threads, tokens=MANY_TOKENS) for fmt in formats
-    }
-    return one | many
+    loads: dict[str, Callable[[], AbstractContextManager[Load]]] = {}
+    for suffix, tokens in (("", 1), (MANY, MANY_TOKENS)):
+        for fmt in formats:
+            loads[fmt + suffix] = partial(open_load, kernels, fmt, threads, tokens=tokens)
+    return loads
 
 
 @contextmanager
@@ -70,7 +68,7 @@ def open_load(
 
 def _load(kernels: CpuExperts, store: HostStore, tokens: int) -> Load:
     layout = store.layout
-    together = 1 if tokens == 1 else 2 * tokens  # tokens of a request
+    together = _together(tokens)
     fields = request_block(
         max_tokens=together,
         top_k=_EXPERTS_AT_ONCE,
@@ -111,6 +109,11 @@ def _load(kernels: CpuExperts, store: HostStore, tokens: int) -> Load:
     return load
 
 
+def _together(tokens: int) -> int:
+    """Tokens of a request whose experts have so many each."""
+    return 1 if tokens == 1 else 2 * tokens
+
+
 def _ask(
     block: torch.Tensor, fields: RequestBlock, layout: SlabLayout, chosen: list[int], tokens: int
 ) -> None:
@@ -121,7 +124,7 @@ def _ask(
         for i, expert in enumerate(sorted(chosen))
         for s in range(layout.num_slices)
     ]
-    together, pairs = (1 if tokens == 1 else 2 * tokens), len(chosen) * tokens
+    together, pairs = _together(tokens), len(chosen) * tokens
     header = block[fields.header : fields.header + 20].view(torch.int32)
     header.copy_(torch.tensor([0, together, len(rows), pairs, 0], dtype=torch.int32))
     items = block[fields.items : fields.items + 16 * len(rows)].view(torch.int32)
