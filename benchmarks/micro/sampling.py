@@ -29,7 +29,7 @@ from headrace.engine.decode_graphs import DecodeGraphs
 from headrace.engine.engine import Engine
 from headrace.engine.parts import EngineParts
 from headrace.engine.sampler import SamplingState, choose, uniform
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.engine.scheduler_records import SchedulerConfig
 from headrace.kv.storage import allocate_kv
 from headrace.machine.device import CudaDevice
 from headrace.ops.records import GREEDY_RULE, Rule

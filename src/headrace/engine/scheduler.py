@@ -28,8 +28,6 @@ from headrace.engine.sequence import Group, Sequence
 from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
 
-__all__ = ["Finished", "Scheduler", "SchedulerConfig", "SchedulerCounters"]
-
 
 class Scheduler:
     """Continuous batching over one block pool."""
