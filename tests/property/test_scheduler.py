@@ -56,6 +56,14 @@ class FakeMachine:
                 sampled.append(SampledToken(chunk.seq_id, token))
         return StepOutput(plan.step, tuple(sampled))
 
+    def arrivals(self, scheduler, pending, step):
+        """Submit the requests whose step has come, or the next one to an idle scheduler: their sequences."""
+        while pending and (pending[0][0] <= step or not scheduler.has_work()):
+            request = pending.pop(0)[1]
+            for index, seq_id in enumerate(scheduler.submit(request)):
+                self.index_of[seq_id] = index
+                yield seq_id, index, request
+
     @staticmethod
     def positions(chunk):
         return range(chunk.start, chunk.start + len(chunk.token_ids))
@@ -77,12 +85,9 @@ def drive(config, requests, cancels=(), prefix=None):
     cancels = dict(cancels)
     step = 0
     while pending or scheduler.has_work():
-        while pending and (pending[0][0] <= step or not scheduler.has_work()):
-            request = pending.pop(0)[1]
-            for index, seq_id in enumerate(scheduler.submit(request)):
-                owner[seq_id] = (request.request_id, index)
-                tokens[owner[seq_id]] = []
-                machine.index_of[seq_id] = index
+        for seq_id, index, request in machine.arrivals(scheduler, pending, step):
+            owner[seq_id] = (request.request_id, index)
+            tokens[owner[seq_id]] = []
         if step in cancels:
             scheduler.abort(cancels[step])
             scheduler.check()

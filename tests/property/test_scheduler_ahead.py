@@ -33,12 +33,9 @@ def drive(config, requests, cancels, may_run_ahead, stops):
     pending = sorted(requests, key=lambda r: r[0])
     step, flying = 0, None
     while pending or scheduler.has_work():
-        while pending and (pending[0][0] <= step or not scheduler.has_work()):
-            request = pending.pop(0)[1]
-            for index, seq_id in enumerate(scheduler.submit(request)):
-                owner[seq_id] = (request.request_id, index)
-                tokens[owner[seq_id]] = []
-                machine.index_of[seq_id] = index
+        for seq_id, index, request in machine.arrivals(scheduler, pending, step):
+            owner[seq_id] = (request.request_id, index)
+            tokens[owner[seq_id]] = []
         if step in cancels:
             scheduler.abort(cancels[step])
             scheduler.check()

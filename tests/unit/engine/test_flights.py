@@ -332,7 +332,7 @@ def test_a_launch_that_fails_is_tried_again_in_its_turn():
     done = drain(engine)
     assert not done.failed
     assert calls[:5] == [False, True, False, True, False]
-    assert True in calls[5:]
+    assert any(calls[5:])  # steps run ahead again
     assert done[("a", 0)].token_ids == answer(toy_engine(), PROMPT, max_tokens=9).token_ids
 
 
