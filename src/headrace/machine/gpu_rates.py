@@ -179,9 +179,12 @@ def hbm_read_gbps(kernels: GpuKernels) -> float:
     return nbytes / _best_s(lambda: kernels.read(memory)) / 1e9
 
 
-def product_gflops(dtype: str) -> float | None:
-    """GFLOP/s of a square matrix product; None if this GPU or build has none in the dtype."""
-    n = _PRODUCT if dtype != "f32" else _PRODUCT // 2
+def product_gflops(dtype: str, size: int | None = None) -> float | None:
+    """GFLOP/s of a square matrix product; None if this GPU or build has none in the dtype.
+
+    size: rows, columns and depth; None: what is measured by.
+    """
+    n = size or (_PRODUCT if dtype != "f32" else _PRODUCT // 2)
     try:
         call = _product(dtype, n)
         call()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from headrace.machine.dram_probe import dram_read_gbps
+from headrace.machine.gpu_rates import product_gflops
 from headrace.machine.probe import Machine
 from headrace.machine.profile import Rate, Unit
 from headrace.machine.profile_store import profile_of
@@ -57,16 +58,6 @@ def pcie_h2d_gbps(nbytes: int = _PCIE_NBYTES) -> float | None:
     return nbytes / min(times) / 1e9
 
 
-def gpu_bf16_gflops(size: int = _SQUARE) -> float | None:
-    """Rate of a square bfloat16 product in GFLOP/s; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    a = torch.ones(size, size, dtype=torch.bfloat16, device="cuda")
-    times: list[float] = []
-    for _ in range(4):  # the first one loads cuBLAS
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        torch.mm(a, a)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / min(times) / 1e9
+def gpu_bf16_gflops() -> float | None:
+    """Rate of a bfloat16 product in GFLOP/s; None without a GPU."""
+    return product_gflops("bf16", _SQUARE) if torch.cuda.is_available() else None
