@@ -111,6 +111,17 @@ def test_rough_rates_are_called_rough():
     assert not any("rough" in line for line in table(report()))
 
 
+def test_a_disturbed_profile_is_said_beside_the_floors_it_gives():
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    busy = replace(machine(), disturbed={"reading memory": 0.25})
+    said = [line for line in table(explain("a toy", sample, dense_model(), busy)) if "25%" in line]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "The machine's profile was disturbed: other programs kept 25% of the CPUs"
+    )
+    assert not any("disturbed" in line for line in table(report()))
+
+
 def test_every_smaller_cache_is_a_lever():
     """Heads of 64: a byte in E4M3; NVFP4 keys: half a byte and a 16th of a scale: (32 + 4 + 64) / 128."""
     spec = replace(dense_model().spec, head_dim=64)

@@ -17,6 +17,7 @@ from headrace.explain import advice, leaf
 from headrace.explain.cost import Work, price
 from headrace.explain.kernel_rates import ExpertPrice, predict
 from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
+from headrace.machine.disturbance import disturbance_text
 from headrace.machine.profile import MachineProfile
 
 # Hardware that can be doubled, and the rates that double with it.
@@ -190,6 +191,9 @@ def _doubts(
             "Floors come from rough rates taken just now, beside whatever else runs here; `headrace bench "
             "machine` measures them."
         )
+    disturbance = disturbance_text(machine.disturbed)
+    if disturbance is not None:
+        lines.append(f"The machine's profile was disturbed: {disturbance}.")
     # as printed: three digits
     below = [row.id for row in rows if row.ratio is not None and row.ratio < 0.9995]
     if below:

@@ -435,6 +435,8 @@ def test_measured_and_estimated_rates_are_told_apart():
     assert told.startswith(
         "measured 2026-11-29 by `headrace bench machine`, but for GPU memory 896 GB/s"
     )
+    busy = complete(replace(profile, disturbed={"PCIe": 0.2}))
+    assert rates_text(busy)[1].startswith("disturbed: other programs kept 20% of the CPUs busy")
     (estimated,) = rates_text(known_machine("rubin-cpx"))
     assert estimated.startswith("estimated, since nothing is published: GPU memory 2 TB/s (third")
 
