@@ -146,8 +146,8 @@ class Engine:
             self._forget(live)
 
     def has_work(self) -> bool:
-        """Whether ``step`` would return or compute something."""
-        return bool(self._pending) or self._scheduler.has_work()
+        """Whether ``step`` would return or compute something, or wait for a step that nobody needs."""
+        return bool(self._pending) or self._scheduler.has_work() or len(self._flights) > 0
 
     def watch_routing(self, observer: RoutingObserver | None) -> None:
         """Call ``observer(layer, expert ids int32 [tokens, k])`` at every mixture; None: stop.
@@ -185,7 +185,10 @@ class Engine:
     # ---- steps ----------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Run one iteration and return what it produced; [] when there is nothing to do.
+        """Run one iteration and return what it produced; [] when nothing is left to compute.
+
+        The call behind the one that gave the last answer waits for the step that was launched ahead of
+        it, if there is one, so that an idle engine has none on its way.
 
         Raises:
             EngineDeadError: a fault that is not one request's; every request is lost.
@@ -241,6 +244,9 @@ class Engine:
     def _advance(self, outputs: list[Output]) -> None:
         """Handle the step on its way, with the next one behind it if that is certain; or one at once."""
         if not self._scheduler.has_work():
+            # Answers do not wait for a step behind them: the next call does, and so ends the work.
+            if not outputs:
+                self._flights.settle()
             return
         self._flights.settle()
         if not self._flights:
