@@ -45,6 +45,7 @@ from headrace.engine.runner import Ranges, Runner
 from headrace.engine.sampler import SamplingState
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.scheduler_records import Finished
+from headrace.engine.scheduler_snapshot import scheduler_snapshot
 from headrace.engine.step_stats import stats_of
 from headrace.engine.text_stream import Piece, TextStream
 from headrace.engine.validate import validate_request
@@ -210,22 +211,10 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters of this moment."""
-        counters, pool = self._scheduler.counters, self._scheduler.tables.pool
-        return EngineSnapshot(
-            step=counters.steps,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            kv_blocks_total=pool.num_blocks,
-            kv_blocks_used=pool.num_owned,
-            kv_blocks_cached=pool.num_cached,
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-            prefix_query_tokens_total=counters.prefix_query_tokens,
-            prefix_hit_tokens_total=counters.prefix_hit_tokens,
+        return replace(
+            scheduler_snapshot(self._scheduler),
             requests_finished=dict(self._finished),
             requests_aborted_total=self._aborted,
-            preemptions_total=counters.preemptions,
-            steps_total=counters.steps,
             step_seconds_total=self._step_seconds,
             experts=None if self._experts is None else self._experts.snapshot(),
         )
