@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
+from headrace.cli.columns import show
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
@@ -252,8 +253,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report(machine, threads, kernels, accounts), indent=2))
         return 0
-    for label, text in lines(machine, threads, kernels, accounts):
-        print(f"{label:<18}{text}")
-    for warning in threads.warnings:
-        print(f"{'warning':<18}{warning}")
+    rows = lines(machine, threads, kernels, accounts)
+    rows += [("warning", warning) for warning in threads.warnings]
+    show(f"{label:<18}{text}" for label, text in rows)
     return 0
