@@ -475,3 +475,17 @@ def test_a_routing_that_is_not_there_is_called_missing(tmp_path, capsys):
 def test_where_memory_is_shared_slots_lie_in_the_gpus_part(capsys):
     text = said(capsys, "kimi-k2", "--machine", "apple-m3-ultra")
     assert "of 23,040 in the GPU's part (" in text  # 60 layers of 384 experts
+
+
+def test_a_config_json_is_planned_by_its_path(tmp_path, capsys):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text(json.dumps(bundled_model("qwen3-30b-a3b").config), encoding="utf-8")
+    found = json.loads(said(capsys, str(file), "--machine", "rtx-4090", "--json"))
+    assert found["model"]["name"] == "my-model"
+    assert found["model"]["total_weights"] == bundled_model("qwen3-30b-a3b").spec().total_weights
+    other = file.rename(folder / "changed.json")
+    assert said(capsys, str(other), "--machine", "rtx-4090").split()[1] == "changed:"
+    assert main(["plan", str(file), "--machine", "rtx-4090"]) == 2  # the hub is not asked for it
+    assert "cannot read" in capsys.readouterr().err
