@@ -180,6 +180,7 @@ def _latent(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ..
             top_keys=count(config, "index_topk") if index_heads else None,
             index_cached=index_dim if indexed else 0,
             index_heads=index_heads if indexed else 0,
+            nope_dim=nope,
         )
 
     if not index_heads:

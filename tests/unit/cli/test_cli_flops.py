@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.core.config_library import bundled_model
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -158,3 +159,21 @@ def test_a_mixture_that_vram_does_not_hold_is_fetched(capsys: pytest.CaptureFixt
     assert "experts in host memory" not in capsys.readouterr().out
     assert main([*words, "rtx-4090", "--set", "offl=0"]) == 0
     assert "experts in host memory" not in capsys.readouterr().out
+
+
+def test_whatever_is_planned_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A config.json alone is enough; heads that are set count beside a model's other numbers."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(bundled_model("llama-3-8b").config), encoding="utf-8")
+    argv = ("show", "qkv-projection", "--model", str(file), "--machine", "h200", "--json")
+    data = json.loads(output(capsys, *argv))
+    assert data["at"]["flops"] == 2 * 32 * 4096 * (32 + 2 * 8) * 128
+    data = json.loads(output(capsys, *argv, "--set", "n_kv=32"))
+    assert data["at"]["flops"] == 2 * 32 * 4096 * 3 * 32 * 128
+
+
+def test_latent_attention_projects_with_its_own_matrices(capsys: pytest.CaptureFixture[str]):
+    """DeepSeek-V3: 7,168 to 1,536 to 128 heads of 192, and to 512 + 64, from there 128 heads of 256."""
+    layer = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256
+    argv = ("show", "qkv-projection", "--model", "deepseek-v3", "--machine", "h200", "--json")
+    assert json.loads(output(capsys, *argv))["at"]["flops"] == 2 * 61 * layer
