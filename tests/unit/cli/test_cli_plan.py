@@ -489,3 +489,23 @@ def test_a_config_json_is_planned_by_its_path(tmp_path, capsys):
     assert said(capsys, str(other), "--machine", "rtx-4090").split()[1] == "changed:"
     assert main(["plan", str(file), "--machine", "rtx-4090"]) == 2  # the hub is not asked for it
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_change_that_delays_the_first_token_says_so(capsys):
+    """Half the cache's bytes leave slots, with which other chunks of prompts pay: more copies of experts."""
+    words = [
+        "mixtral-8x7b",
+        "--machine",
+        "rtx-5090+pcie3x16+ddr4-3200-8ch+ram=16GiB",
+        "--context",
+        "32768",
+    ]
+    words += ["--prompt", "16384", "--concurrency", "7", "--kv-format", "f32"]
+    found = json.loads(said(capsys, *words, "--json"))
+    before = found["speed"]["ttft_s"]["expected"]
+    later = [one["name"] for one in found["changes"] if one["ttft_s"] > 1.1 * before]
+    assert later
+    text = said(capsys, *words)
+    warned = [line for line in text.splitlines() if ", first token after " in line]
+    assert len(warned) == len(later)
+    assert all(any(name in line for line in warned) for name in later)
