@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from headrace.cli.plan_rates import MAIN_RATES
 from headrace.cli.reporting import note
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import CheckpointError, ConfigError
@@ -122,8 +123,22 @@ def read_machine(ref: str) -> MachineProfile:
 
         profile = MachineProfile.load(path)
         _note_unknown_rates(profile, ref)
-        return complete(profile)
+        whole = complete(profile)
+        _note_added_rates(profile, whole, ref)
+        return whole
     return known_machine(ref)
+
+
+def _note_added_rates(profile: MachineProfile, whole: MachineProfile, source: str) -> None:
+    """Say which of a written file's main rates are not its own; reports tell it of a measured one."""
+    if profile.origin == "measured":
+        return
+    added = [name for name in MAIN_RATES if name in whole.rates and name not in profile.rates]
+    if added:
+        note(
+            f"{source} has no {', '.join(added)}: what the catalogue has for such a machine, or an estimate, "
+            "is taken"
+        )
 
 
 # Names of rates that are in use (machine.profile lists them), without "_overlapped".

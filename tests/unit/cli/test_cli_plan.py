@@ -509,3 +509,15 @@ def test_a_change_that_delays_the_first_token_says_so(capsys):
     warned = [line for line in text.splitlines() if ", first token after " in line]
     assert len(warned) == len(later)
     assert all(any(name in line for line in warned) for name in later)
+
+
+def test_rates_that_a_file_lacks_are_named(tmp_path, capsys):
+    box = known_machine("rtx-4090")
+    kept = {name: rate for name, rate in box.rates.items() if name not in ("hbm_read", "dram_read")}
+    file = tmp_path / "box.json"
+    replace(box, rates=kept).save(file)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
+    assert "has no hbm_read, dram_read: what the catalogue has" in capsys.readouterr().err
+    box.save(file)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
+    assert capsys.readouterr().err == ""

@@ -321,3 +321,17 @@ def test_a_plan_on_the_disk_says_what_would_help():
 def test_a_table_shows_the_memory_that_is_short():
     layout = plan("llama-3.1-70b", "rtx-3090").layout
     assert layout.total("ram") - layout.capacity["ram"] == layout.short["ram"]
+
+
+def test_what_a_tiny_machine_lacks_counts_the_system_s_part():
+    """1 GiB is less than the 3 GB that a system keeps: what is missing is the model and the rest of those."""
+    found = plan("llama-3-8b", "ddr4-3200-dual+ram=1GiB")
+    wanted = found.layout.total("ram")
+    assert found.layout.short_nbytes == wanted + 3 * 10**9 - 2**30
+    more = found.machine.host.memory_nbytes + found.layout.short_nbytes
+    host = replace(found.machine.host, memory_nbytes=more)
+    assert make_plan(found.spec, replace(found.machine, host=host), found.workload).fits
+    # what has to lie in host memory does not: no disk helps
+    small = plan("gpt-oss-20b", "rtx-4060-laptop+ram=2GiB")
+    assert small.layout.mode == "none"
+    assert any("more host memory would hold it" in said for said in alternatives(small))
