@@ -97,7 +97,7 @@ def _with_key(message: str, cls: type[Any], data: Any) -> str:
     path = re.search(r"`\$((?:\.\w+)*)\[\.\.\.\]", message)
     if path is None or not isinstance(data, dict):
         return message
-    whole = cast("dict[str, Any]", copy.deepcopy(data))
+    whole = copy.deepcopy(cast("dict[str, Any]", data))
     holder: Any = whole
     *above, last = path[1].lstrip(".").split(".")
     for part in above:
