@@ -69,7 +69,7 @@ def test_b029_a_gpu_that_is_full_is_told_from_a_full_host():
         plan=SimpleNamespace(describe=lambda: "the host's"),
     )
     for error, words, hint in (
-        (torch.OutOfMemoryError("CUDA out of memory."), "GPU memory ran out .* plan: the GPU's: CU", "--vram"),
+        (torch.OutOfMemoryError("CUDA oom"), "GPU memory ran out .* plan: the GPU's: CUDA", "--vram"),
         (TORCH, "host memory ran out .* plan: the host's: .*DefaultCPUAllocator", "--ram"),
         (LOCKED, "host memory ran out .* plan: the host's: CUDA error: out of memory", "--ram"),
     ):  # fmt: skip
