@@ -79,6 +79,20 @@ def test_what_stands_above_the_roof_is_told():
     assert last.startswith("Above the roof, which is main memory's: a, ")
 
 
+def test_arithmetic_above_its_roof_is_not_read_from_a_cache():
+    """128 multiply-adds for 512 B of weights in 1 us are 512 MFLOP/s, above a roof of 100."""
+    text = "\n".join(roofline(report(), 1e8, 1e9))
+    assert "which is main memory's" not in text
+    assert "Above the roof, which is arithmetic's: a, " in text
+    slow = machine()
+    flops = replace(slow.rates["cpu_flops_f32"], value=0.1)  # 100 MFLOP/s: 5 us for q, k and v
+    slow = replace(slow, rates={**slow.rates, "cpu_flops_f32": flops})
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    notes = explain("a toy", sample, dense_model(), slow).notes
+    assert not any("cache" in note for note in notes)
+    assert any("A ratio below 1" in note and "qkv-projection" in note for note in notes)
+
+
 def test_points_in_one_place_are_all_named():
     """a, d and f: 1.536 kB, 512 B and 256 B, one FLOP a byte, all in half of 1/GB/s: 512 MFLOP/s."""
     text = roofline(report(), 1e12, 1e9)

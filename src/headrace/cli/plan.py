@@ -33,7 +33,7 @@ def add_parser(commands: Commands) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="bundled name (`headrace plan --models`), folder with config.json, .gguf file, or hub id "
+        help="bundled name (`headrace plan --models`), config.json or its folder, .gguf file, or hub id "
         "(owner/name: only its config.json is downloaded)",
     )
     machine = add(

@@ -15,6 +15,7 @@ _NAMES = {
     "dram_read": "host memory",
     "cpu_flops_f32": "CPU products",
 }
+MAIN_RATES = tuple(_NAMES)
 _HOW = "`headrace bench machine` measures this machine in a minute, and plans take its rates from then on"
 
 

@@ -53,6 +53,7 @@ def record(
                 "name": change.name,
                 "factor": change.factor,
                 "tokens_s": change.plan.speed.tokens_s.expected if change.plan.speed else None,
+                "ttft_s": change.plan.speed.ttft_s.expected if change.plan.speed else None,
             }
             for change in changes
         ],

@@ -150,7 +150,7 @@ def _without_gpu(spec: PlanSpec, machine: MachineProfile, workload: Workload) ->
     fixed = {"workspace": workspace_nbytes(spec, workload), "reserve": RESERVE_NBYTES}
     everything = weights | _kv(spec, workload, made) | fixed
     capacity = {"vram": vram, "ram": ram}
-    short = sum(everything.values()) - ram
+    short = sum(everything.values()) - ram + system_lack(machine)
     used = {"ram": everything}
     if short <= 0:
         return Layout("cpu", used, capacity, resident=0.0, kv_format=made)
@@ -158,7 +158,9 @@ def _without_gpu(spec: PlanSpec, machine: MachineProfile, workload: Workload) ->
     if machine.gpu is None:
         return on_host
     wanted = weights | _kv(spec, workload, workload.kv_format) | fixed
-    on_gpu = replace(_too_small(spec, wanted, capacity), kv_format=workload.kv_format)
+    on_gpu = replace(
+        _too_small(spec, wanted, capacity, system_lack(machine)), kv_format=workload.kv_format
+    )
     # A dense model wants everything in one of the two: the smaller lack counts.
     return on_host if not spec.sparse and short < on_gpu.short_nbytes else on_gpu
 
@@ -192,8 +194,18 @@ def _round_counts(most: int) -> list[int]:
     return sorted(n for n in {*powers, *(3 * p for p in powers)} if n <= most)
 
 
-def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, int]) -> Layout:
-    """What a model wants of a GPU and its host that it does not fit, and what is missing.
+def system_lack(machine: MachineProfile) -> int:
+    """Bytes that host memory has too few for the system alone, on the smallest of machines."""
+    if machine.gpu is not None and machine.gpu.unified:
+        return 0
+    return max(0, SYSTEM_RESERVE_NBYTES - machine.host.memory_nbytes)
+
+
+def _too_small(
+    spec: PlanSpec, everything: dict[str, int], capacity: dict[str, int], lack_nbytes: int
+) -> Layout:
+    """What a model wants of a GPU and its host that it does not fit, and what is missing; ``lack_nbytes``:
+    by the system itself.
 
     A mixture wants its experts in host memory and the rest in VRAM, a dense model everything in VRAM.
     """
@@ -207,7 +219,7 @@ def _too_small(spec: PlanSpec, everything: dict[str, int], capacity: dict[str, i
         gpu["expert slots"] = spec.num_experts_per_token * spec.expert_nbytes
     lack = {
         "vram": max(0, sum(gpu.values()) - capacity["vram"]),
-        "ram": max(0, sum(host.values()) - capacity["ram"]),
+        "ram": max(0, sum(host.values()) - capacity["ram"] + lack_nbytes),
     }
     if not spec.sparse:
         lack = {"vram": lack["vram"]}
@@ -227,27 +239,28 @@ def _offloaded(
     *,
     shared: bool = False,
 ) -> Layout | None:
-    """Experts in host memory (and on disk), a cache of them in VRAM; None without room for a layer's.
+    """Experts in host memory (and on disk), a cache of them in VRAM; None without room for a layer's, or for
+    what has to lie in host memory.
 
     shared: both are one memory, where an expert that the GPU reads is not kept a second time.
     """
     room = capacity["vram"] - sum(on_gpu.values())
     slots = min(_experts(spec), max(0, room) // spec.expert_nbytes)
-    if slots < spec.num_experts_per_token:
+    beside = capacity["ram"] - sum(host.values())
+    if slots < spec.num_experts_per_token or beside < 0:
         return None
     pool = (_experts(spec) - (slots if shared else 0)) * spec.expert_nbytes
     used = {"vram": {**on_gpu, "expert slots": slots * spec.expert_nbytes}}
-    room = capacity["ram"] - sum(host.values())
     resident = slots / _experts(spec)
-    if room >= pool:
+    if beside >= pool:
         used["ram"] = {**host, "experts": pool}
         return Layout("ram", used, capacity, slots, resident)
-    kept = max(0, room) // spec.expert_nbytes * spec.expert_nbytes
+    kept = beside // spec.expert_nbytes * spec.expert_nbytes
     used["ram"] = {**host, "experts": kept}
     used["disk"] = {"experts": pool - kept}
     everything = _experts(spec) * spec.expert_nbytes
     return Layout(
-        "disk", used, capacity, slots, resident, kept / everything, {"ram": pool - max(0, room)}
+        "disk", used, capacity, slots, resident, kept / everything, {"ram": pool - beside}
     )
 
 

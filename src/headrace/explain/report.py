@@ -14,7 +14,7 @@ from headrace.core.model_spec import ModelSpec
 from headrace.core.step import StepStats
 from headrace.core.words import counted, plural
 from headrace.explain import advice, leaf
-from headrace.explain.cost import Work, price
+from headrace.explain.cost import BYTE_RATES, Work, price
 from headrace.explain.kernel_rates import ExpertPrice, predict
 from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
 from headrace.machine.disturbance import disturbance_text
@@ -197,11 +197,18 @@ def _doubts(
     if disturbance is not None:
         lines.append(f"The machine's profile was disturbed: {disturbance}.")
     # as printed: three digits
-    below = [row.id for row in rows if row.ratio is not None and row.ratio < 0.9995]
-    if below:
+    below = [row for row in rows if row.ratio is not None and row.ratio < 0.9995]
+    read = [row.id for row in below if row.bound in BYTE_RATES]
+    if read:
         lines.append(
-            f"A ratio below 1: {', '.join(below)}. Floors are those of main memory; what stays in a cache is "
+            f"A ratio below 1: {', '.join(read)}. Floors are those of main memory; what stays in a cache is "
             "read faster, and stands above the roof."
+        )
+    computed = [row.id for row in below if row.bound not in BYTE_RATES]
+    if computed:
+        lines.append(
+            f"A ratio below 1: {', '.join(computed)}. Arithmetic cannot be faster than the machine's: its "
+            "rate was taken while the machine was slower than in these steps, beside other programs perhaps."
         )
     if predicted_s is not None and step_s > ALONE * predicted_s:
         lines.append(

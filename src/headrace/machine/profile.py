@@ -65,7 +65,7 @@ class GpuProfile:
     name: Text
     memory_nbytes: Count
     architecture: str = ""
-    multiprocessors: int = 0
+    multiprocessors: Annotated[int, Meta(ge=0)] = 0
     unified: bool = False
 
 

@@ -480,3 +480,49 @@ def test_a_routing_that_is_not_there_is_called_missing(tmp_path, capsys):
 def test_where_memory_is_shared_slots_lie_in_the_gpus_part(capsys):
     text = said(capsys, "kimi-k2", "--machine", "apple-m3-ultra")
     assert "of 23,040 in the GPU's part (" in text  # 60 layers of 384 experts
+
+
+def test_a_config_json_is_planned_by_its_path(tmp_path, capsys):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text(json.dumps(bundled_model("qwen3-30b-a3b").config), encoding="utf-8")
+    found = json.loads(said(capsys, str(file), "--machine", "rtx-4090", "--json"))
+    assert found["model"]["name"] == "my-model"
+    assert found["model"]["total_weights"] == bundled_model("qwen3-30b-a3b").spec().total_weights
+    other = file.rename(folder / "changed.json")
+    assert said(capsys, str(other), "--machine", "rtx-4090").split()[1] == "changed:"
+    assert main(["plan", str(file), "--machine", "rtx-4090"]) == 2  # the hub is not asked for it
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_change_that_delays_the_first_token_says_so(capsys):
+    """Half the cache's bytes leave slots, with which other chunks of prompts pay: more copies of experts."""
+    words = [
+        "mixtral-8x7b",
+        "--machine",
+        "rtx-5090+pcie3x16+ddr4-3200-8ch+ram=16GiB",
+        "--context",
+        "32768",
+    ]
+    words += ["--prompt", "16384", "--concurrency", "7", "--kv-format", "f32"]
+    found = json.loads(said(capsys, *words, "--json"))
+    before = found["speed"]["ttft_s"]["expected"]
+    later = [one["name"] for one in found["changes"] if one["ttft_s"] > 1.1 * before]
+    assert later
+    text = said(capsys, *words)
+    warned = [line for line in text.splitlines() if ", first token after " in line]
+    assert len(warned) == len(later)
+    assert all(any(name in line for line in warned) for name in later)
+
+
+def test_rates_that_a_file_lacks_are_named(tmp_path, capsys):
+    box = known_machine("rtx-4090")
+    kept = {name: rate for name, rate in box.rates.items() if name not in ("hbm_read", "dram_read")}
+    file = tmp_path / "box.json"
+    replace(box, rates=kept).save(file)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
+    assert "has no hbm_read, dram_read: what the catalogue has" in capsys.readouterr().err
+    box.save(file)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
+    assert capsys.readouterr().err == ""

@@ -18,6 +18,7 @@ from headrace.engine.plan_memory import (
     Workload,
     workspace_nbytes,
 )
+from headrace.engine.plan_search import refined
 from headrace.engine.resolve_gpu import DEFAULT_MAX_BATCH_TOKENS
 from headrace.explain.engine_model import engine_model
 from headrace.explain.leaf import EXPERTS_CPU
@@ -221,17 +222,17 @@ def test_sequences_that_vram_does_not_hold_wait():
     work = Workload(2048, 40, "bf16", 1024)
     found = plan("opt-13b", "a100", work)
     spec, layout = found.spec, found.layout
-    # 80 GB less weights, reserve and what a step needs; 40 layers x 2 x 5,120 x 2 bytes a token
+    # 80 GiB less weights, reserve and what a step needs; 40 layers x 2 x 5,120 x 2 bytes a token
     one = 2048 * 819_200
     fixed = spec.weights_nbytes + VRAM_RESERVE_NBYTES
     fixed += workspace_nbytes(spec, replace(work, concurrency=found.at_once))
-    assert found.at_once == (80 * 10**9 - fixed) // one
+    assert found.at_once == (80 * 2**30 - fixed) // one
     assert 20 < found.at_once < 40
     assert layout.mode == "vram"
     assert layout.used["vram"]["KV cache"] == found.at_once * one
     # 400 sequences' cache is more than VRAM and host memory have together: the same run, more wait
     many = plan("opt-13b", "a100", replace(work, concurrency=400))
-    assert 400 * one > 80 * 10**9 + many.machine.host.memory_nbytes
+    assert 400 * one > 80 * 2**30 + many.machine.host.memory_nbytes
     assert (many.at_once, many.layout, many.speed) == (found.at_once, layout, found.speed)
     half = plan("opt-13b", "a100", replace(work, concurrency=20))
     assert half.at_once == 20
@@ -255,6 +256,22 @@ def test_more_sequences_never_make_fewer_tokens(model, machine):
     tokens = [speed.tokens_s.expected for speed in speeds]
     # but for counts that are tried for one of the loads only
     assert all(more > 0.999 * fewer for fewer, more in itertools.pairwise(tokens))
+
+
+def test_the_count_at_a_time_is_looked_for_between_round_ones():
+    """With the value -(n - 13)^2 none of 1, 2, 4, 8, 16, 24 is the best, and halving finds 13."""
+    assert 13 in refined([1, 2, 4, 8, 16, 24], lambda n: -((n - 13) ** 2))
+    assert refined([5], lambda n: n) == [5]
+    assert refined([1, 2], lambda n: -n) == [1, 2]
+
+
+def test_a_faster_part_never_makes_more_sequences_slower():
+    """Chunks of prompts take slots away, and the count at a time is chosen with that in mind."""
+    box = "trainium2+pcie3x16+ddr5-6400-dual+ram=192GiB"
+    found = plan("gpt-oss-120b", box, Workload(131072, 1000, "nvfp4k-fp8v", 131072))
+    factors = {one.name: one.factor for one in changes(found)}
+    assert factors["twice the memory channels"] >= 1
+    assert factors["link twice as fast"] >= 1
 
 
 def test_what_would_bring_it_into_vram_is_said():
@@ -336,3 +353,17 @@ def test_a_plan_on_the_disk_says_what_would_help():
 def test_a_table_shows_the_memory_that_is_short():
     layout = plan("llama-3.1-70b", "rtx-3090").layout
     assert layout.total("ram") - layout.capacity["ram"] == layout.short["ram"]
+
+
+def test_what_a_tiny_machine_lacks_counts_the_system_s_part():
+    """1 GiB is less than the 3 GB that a system keeps: what is missing is the model and the rest of those."""
+    found = plan("llama-3-8b", "ddr4-3200-dual+ram=1GiB")
+    wanted = found.layout.total("ram")
+    assert found.layout.short_nbytes == wanted + 3 * 10**9 - 2**30
+    more = found.machine.host.memory_nbytes + found.layout.short_nbytes
+    host = replace(found.machine.host, memory_nbytes=more)
+    assert make_plan(found.spec, replace(found.machine, host=host), found.workload).fits
+    # what has to lie in host memory does not: no disk helps
+    small = plan("gpt-oss-20b", "rtx-4060-laptop+ram=2GiB")
+    assert small.layout.mode == "none"
+    assert any("more host memory would hold it" in said for said in alternatives(small))
