@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
@@ -177,6 +178,17 @@ def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-7, 16``: as Linux lists CPUs. numbers: in their order."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in found)
+
+
 def _device_line(machine: Machine, kernels: Kernels) -> str:
     if not machine.gpus:
         return "the CPU"
@@ -206,8 +218,8 @@ def lines(
         ("C++ extension", native_line(kernels)),
         *_tile_lines(kernels),
         ("will use", f"{counted(threads.threads, 'thread')}: {threads.reason}"),
-        ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
-        ("", _device_line(machine, kernels)),
+        ("", f"on CPU {_ranges(threads.cpus)}"),
+        ("computes on", _device_line(machine, kernels)),
     ]
 
 

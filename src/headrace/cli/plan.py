@@ -245,7 +245,7 @@ def _list(args: argparse.Namespace) -> int:
         ]
         heads = ("MODEL", "TITLE", "WEIGHTS", "SOURCE")
     else:
-        rows, heads = machine_list(), ("NAME", "WHAT", "MEMORY", "STANDING")
+        rows, heads = machine_list(), ("NAME", "MEMORY", "STANDING", "WHAT")
     for line in table([heads, *rows], terminal_width()):
         print(line)
     return 0

@@ -64,6 +64,14 @@ def test_it_says_whether_matrix_tiles_are_used_and_why_not(host: Path) -> None:
     assert "matrix tiles" not in text_of(host, MISSING)
 
 
+def test_cpus_are_listed_as_linux_does(host: Path) -> None:
+    assert doctor._ranges([0, 1, 2, 3, 8, 16, 17]) == "0-3, 8, 16-17"
+    assert doctor._ranges([5]) == "5"
+    machine = probe_machine(host, affinity=range(20))
+    threads = dataclasses.replace(choose_threads(machine.cpu), cpus=(2, 3, 4, 9))
+    assert ("", "on CPU 2-4, 9") in doctor.lines(machine, threads, BUILT)
+
+
 def test_a_gpu_is_named_and_not_promised(host: Path) -> None:
     machine = probe_machine(host, affinity=range(20))
     gpu = GpuInfo(0, "NVIDIA H200", 150 * 10**9, 149 * 10**9, "580.95")

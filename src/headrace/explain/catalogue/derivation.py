@@ -143,9 +143,8 @@ def _symbol_lines(record: Record, symbols: Symbols, at: Setting) -> list[str]:
         if symbol.group == "unit" or name not in at.values:
             continue
         where = symbol.formula or symbol.about
-        lines.append(
-            f"  {name:<12} {figures(at.values[name], 4):>12} {symbol.unit_text:<14} {where}"
-        )
+        unit = "" if symbol.unit_text == "1" else symbol.unit_text
+        lines.append(f"  {name:<12} {figures(at.values[name], 4):>12} {unit:<14} {where}")
     return lines
 
 
