@@ -154,9 +154,10 @@ def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]
     found.append(("machine profile", accounts.profile_note))
     if accounts.profile is not None:
         age, best = age_days(accounts.profile), accounts.profile.best_threads
-        said = (
-            "of unknown age" if age is None else f"measured {counted(age, 'day', form='.0f')} ago"
-        )
+        said = "of unknown age"
+        if age is not None:
+            days = counted(age, "day", form=".0f")
+            said = "measured today" if age < 0.5 else f"measured {days} ago"
         said += "" if best is None else f"; best number of CPU threads {best}"
         found.append(("", said))
         disturbance = disturbance_text(accounts.profile.disturbed)

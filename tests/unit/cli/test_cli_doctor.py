@@ -139,6 +139,10 @@ def test_memory_of_both_kinds_and_the_profile(host: Path) -> None:
     assert data["profile"]["best_threads"] == 7
     assert round(data["profile"]["age_days"]) == 3
     assert "disturbed" not in text
+    now = dataclasses.replace(profile, measured_at=datetime.now(UTC).isoformat())
+    fresh = dataclasses.replace(accounts, profile=now)
+    rows = doctor.lines(seen, choose_threads(machine.cpu), BUILT, fresh)
+    assert any(text.startswith("measured today;") for _, text in rows)
     assert data["profile"]["disturbed"] == {}
     busy = dataclasses.replace(
         accounts, profile=dataclasses.replace(profile, disturbed={"CPU experts": 0.31})
