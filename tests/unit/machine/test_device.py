@@ -73,10 +73,9 @@ def test_only_recording_has_a_stream_of_its_own() -> None:
     assert seen[0] == seen[1]
     assert seen[0][:-1] == (here,) * (len(seen[0]) - 1)
     assert seen[0][-1] != here
-    runs = 2 * (
-        len(seen[0]) - 1 + 1
-    )  # of each: warming up, and one replay; recording computes nothing
-    assert out.tolist() == [float(runs)] * 4
+    # Of each: warming up, and one replay. Recording computes nothing.
+    runs = len(seen[0]) - 1 + 1
+    assert word.tolist() == [2.0 * runs] * 4
 
 
 @pytest.mark.gpu
