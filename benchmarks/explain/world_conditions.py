@@ -73,9 +73,9 @@ def prefill_time(
 
 # SGLang on one B200 (MpFA, arXiv 2609.33135, section 7): CUDA graphs, no prefix reuse. Sequences that
 # the cache admits follow from the memory that SGLang sets aside for weights and cache together.
-# The share that SGLang sets aside by itself at this memory size; unverified. Both published counts of
-# admitted requests come out right between 0.83 and 0.885.
-SGLANG_STATIC_SHARE = 0.88
+# The share that SGLang sets aside by itself: 183,359 MiB less 1.5 for each of 16,384 tokens of a chunk, two
+# for each of 512 sequences in graphs, 512 and 128 (its server_args, read 2026-11-30).
+SGLANG_STATIC_SHARE = round(1 - (1.5 * 16384 + 2 * 512 + 512 + 128) / 183359, 3)
 OUTPUT_TOKENS = 1024
 KV_OF = {"fa4": "bf16", "flashinfer": "fp8", "mpfa": "nvfp4k-fp8v"}
 LENGTHS = (16384, 32768, 65536, 131072)

@@ -141,25 +141,21 @@ def _refuse_unused(record: Record, symbols: Symbols, values: dict[str, float]) -
             )
 
 
-def model_values(name: str) -> tuple[dict[str, float], float, int]:
-    """Symbols of a bundled configuration or of a model that is here, its bytes a weight, and its bytes.
+def model_values(name: str) -> tuple[dict[str, float], str, int]:
+    """Symbols of whatever ``headrace plan`` takes as a model, what it is called in a title, and its bytes.
 
     Raises:
-        HeadraceError: there is none of this name, or its architecture has no kernels here.
+        HeadraceError: there is none of this name, or it cannot be read.
     """
-    from headrace.core.config_library import bundled_model, bundled_names
-    from headrace.explain.catalogue.shape import values_of, values_of_plan
+    from headrace.cli.plan_source import read_model
+    from headrace.explain.catalogue.shape import not_said, values_of_plan
 
-    if name.rsplit("/", 1)[-1].lower() in bundled_names():
-        plan = bundled_model(name).spec()
-        nbytes = plan.weights_nbytes
-        return values_of_plan(plan), nbytes / plan.total_weights, nbytes
-    from headrace.checkpoint.open import open_checkpoint
-    from headrace.core.weight_shapes import num_parameters
-
-    checkpoint = open_checkpoint(name)
-    average = checkpoint.nbytes / num_parameters(checkpoint.spec).total
-    return values_of(checkpoint.spec, average), average, checkpoint.nbytes
+    spec = read_model(name)
+    nbytes = spec.weights_nbytes
+    about = f"{spec.name}, {counted(nbytes / spec.total_weights, 'byte', form='.2f')} a weight"
+    if said := not_said(spec):
+        about += f", {said}"
+    return values_of_plan(spec), about, nbytes
 
 
 def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record], Setting]:
@@ -175,9 +171,8 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
     model: str | None = args.model
     about, nbytes = "", 0
     if model is not None and model not in symbols.profiles:
-        found, average, nbytes = model_values(model)
-        values = {**found, **values}
-        about = f"{model}, {counted(average, 'byte', form='.2f')} a weight"
+        own, about, nbytes = model_values(model)
+        values = {**own, **values}
     profile = model if model in symbols.profiles else None
 
     def at(record: Record) -> Setting:

@@ -40,6 +40,7 @@ def record(
         "fits": plan.fits,
         "sequences_at_once": plan.at_once,
         "mode": layout.mode,
+        "kv_format": layout.kv_format,
         "short_nbytes": layout.short_nbytes,
         "layout": {"used": layout.used, "capacity": layout.capacity},
         "slots": layout.slots,
@@ -52,6 +53,7 @@ def record(
                 "name": change.name,
                 "factor": change.factor,
                 "tokens_s": change.plan.speed.tokens_s.expected if change.plan.speed else None,
+                "ttft_s": change.plan.speed.ttft_s.expected if change.plan.speed else None,
             }
             for change in changes
         ],

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from headrace.cli.plan_rates import MAIN_RATES
 from headrace.cli.reporting import note
 from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import CheckpointError, ConfigError
@@ -21,7 +22,8 @@ THIS = "this"
 
 
 def read_model(ref: str) -> PlanSpec:
-    """A bundled name, a folder with config.json, a .gguf file, or a hub id, of which config.json is read.
+    """A bundled name, a folder with config.json or that file, a .gguf file, or a hub id, of which config.json
+    is read.
 
     Raises:
         HeadraceError: nothing of that name is here, or it cannot be read.
@@ -31,6 +33,8 @@ def read_model(ref: str) -> PlanSpec:
         return _read_folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return _read_checkpoint(str(path), path.stem)
+    if path.suffix == ".json":
+        return _read_config(path)
     if ref.rsplit("/", 1)[-1].lower() not in bundled_names():
         from headrace.checkpoint.aliases import ALIASES
         from headrace.checkpoint.hub import fetch_config, parse_reference
@@ -44,13 +48,22 @@ def read_model(ref: str) -> PlanSpec:
 
 
 def _read_folder(path: Path, name: str = "") -> PlanSpec:
-    config = _read_object(path / "config.json")
-    quantised = path / "hf_quant_config.json"  # ModelOpt's, where config.json does not say it
+    return _read_config(path / "config.json", name or path.resolve().name)
+
+
+def _read_config(file: Path, name: str = "") -> PlanSpec:
+    """``name``: of the model; if not given, the file's own, or its folder's for a config.json."""
+    config = _read_object(file)
+    quantised = (
+        file.parent / "hf_quant_config.json"
+    )  # ModelOpt's, where config.json does not say it
     if not config.get("quantization_config") and quantised.is_file():
         inner = _read_object(quantised).get("quantization")
         if isinstance(inner, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **inner}
-    return spec_from_config(config, name or path.resolve().name)
+    whole = file.resolve()
+    own = whole.parent.name if whole.name == "config.json" else whole.stem
+    return spec_from_config(config, name or own)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -110,8 +123,22 @@ def read_machine(ref: str) -> MachineProfile:
 
         profile = MachineProfile.load(path)
         _note_unknown_rates(profile, ref)
-        return complete(profile)
+        whole = complete(profile)
+        _note_added_rates(profile, whole, ref)
+        return whole
     return known_machine(ref)
+
+
+def _note_added_rates(profile: MachineProfile, whole: MachineProfile, source: str) -> None:
+    """Say which of a written file's main rates are not its own; reports tell it of a measured one."""
+    if profile.origin == "measured":
+        return
+    added = [name for name in MAIN_RATES if name in whole.rates and name not in profile.rates]
+    if added:
+        note(
+            f"{source} has no {', '.join(added)}: what the catalogue has for such a machine, or an estimate, "
+            "is taken"
+        )
 
 
 # Names of rates that are in use (machine.profile lists them), without "_overlapped".

@@ -41,6 +41,7 @@ SHARED_TIERS = {"vram": "GPU's part", "ram": "CPU's part", "disk": "disk"}
 # What purposes are called where their own names say little.
 PURPOSES = {"lm_head": "output head", "dense": "feed-forward", "norm": "norms"}
 NO_GAIN = 0.005  # changes of less are named together
+NOTABLY_LATER = 0.1  # of the time to the first token, from which a change that costs it says so
 
 
 def lines(
@@ -118,7 +119,7 @@ def _head(plan: Plan) -> list[str]:
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
         *_labelled("rates", [line for text in rates_text(machine) for line in _wrapped(text)]),
-        *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
+        *_labelled("for", [f"{tokens}{users}, KV cache in {plan.layout.kv_format}"]),
     ]
 
 
@@ -248,10 +249,20 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> list[str]:
             continue
         tokens = f"{number(speed.tokens_s.expected):>8} tok/s"
         gain = f"  {change.factor - 1:+.0%}" if change.factor is not None else "  it would fit"
-        rows.append(f"{change.name:<28}{tokens}{gain}")
+        rows.append(f"{change.name:<28}{tokens}{gain}{_later(plan, change)}")
     if same:
         rows += _wrapped(f"no gain: {', '.join(same)}")
     return _labelled("one change", rows)
+
+
+def _later(plan: Plan, change: Change) -> str:
+    """A warning where the first token comes later: other slots, other chunks of prompts."""
+    then = change.plan.speed
+    if plan.speed is None or then is None:
+        return ""
+    first = then.ttft_s.expected
+    later = first > (1 + NOTABLY_LATER) * plan.speed.ttft_s.expected
+    return f", first token after {number(first)} s" if later else ""
 
 
 def comparison(plans: Sequence[Plan]) -> list[str]:

@@ -35,7 +35,8 @@ class AttentionKind:
     latent vector). A layer keeps one key for every ``stride`` tokens, at most ``window`` of them, plus
     the last ``recent`` uncompressed ones; a query attends to at most ``top_keys`` of them after an
     index of ``index_cached`` elements a key and ``index_heads`` heads has chosen. ``state`` elements
-    are kept a sequence however long it is (linear attention), in float32.
+    are kept a sequence however long it is (linear attention), in float32. ``nope_dim``: of latent attention,
+    the unrotated width of a head's query, 0 elsewhere.
     """
 
     name: str
@@ -54,6 +55,7 @@ class AttentionKind:
     index_cached: int = 0
     index_heads: int = 0
     state: int = 0
+    nope_dim: int = 0
 
     def keys(self, context: int) -> int:
         """Keys that one layer keeps of a sequence of ``context`` tokens."""

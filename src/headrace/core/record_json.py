@@ -6,8 +6,11 @@ and writes the JSON schemas of docs/reference/schemas from the same annotations.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -36,7 +39,7 @@ def record_from_json(cls: type[R], text: str | bytes, source: str) -> R:
             version that this release does not know.
     """
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except ValueError as error:
         raise ConfigError(
             f"{source} is not JSON: {error}", hint="is it the file that was meant, and whole?"
@@ -47,6 +50,14 @@ def record_from_json(cls: type[R], text: str | bytes, source: str) -> R:
 def _refuse_constant(text: str) -> None:
     """Python reads NaN and Infinity, which JSON does not have and no field here may be."""
     raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    """Python reads 1e400 as infinity."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is too large a number")
+    return number
 
 
 def record_from_data(cls: type[R], data: Any, source: str) -> R:
@@ -73,9 +84,32 @@ def record_from_data(cls: type[R], data: Any, source: str) -> R:
         return msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{source} is not a {name}: {error}",
+            f"{source} is not a {name}: {_with_key(str(error), cls, data)}",
             hint="the JSON schemas in docs/reference/schemas list the fields",
         ) from None
+
+
+def _with_key(message: str, cls: type[Any], data: Any) -> str:
+    """msgspec's message with the key of a mapping where it says ``[...]`` only.
+
+    The key is the one that is refused when it stands there alone.
+    """
+    path = re.search(r"`\$((?:\.\w+)*)\[\.\.\.\]", message)
+    if path is None or not isinstance(data, dict):
+        return message
+    whole = copy.deepcopy(cast("dict[str, Any]", data))
+    holder: Any = whole
+    *above, last = path[1].lstrip(".").split(".")
+    for part in above:
+        holder = holder[part]
+    entries = cast("dict[str, Any]", holder[last])
+    for key, value in entries.items():
+        holder[last] = {key: value}
+        try:
+            msgspec.convert(whole, cls)
+        except msgspec.ValidationError:
+            return message.replace("[...]", f"[{key!r}]", 1)
+    return message
 
 
 def _unknown_fields(kind: Any, data: Any, path: str) -> list[str]:

@@ -15,6 +15,7 @@ from headrace.core.plan_spec import PlanSpec
 from headrace.core.words import counted
 from headrace.engine.plan_hits import HitRate, expected_hit_rate
 from headrace.engine.plan_memory import Layout, Workload, fewer_at_once, lay_out
+from headrace.engine.plan_search import best_share, refined
 from headrace.experts.chunk_choice import (
     CANDIDATES,
     MEAN_PAST,
@@ -95,19 +96,49 @@ def make_plan(
         return Plan(spec, machine, workload, layout, None, workload.concurrency)
     model = engine or engine_model("headrace")
 
-    def decoding(count: int) -> _Decoding:
-        work = replace(workload, concurrency=count)
-        return _decoding(spec, machine, work, layouts[count], model)
-
-    decodings = {count: decoding(count) for count in layouts}
-    at_once = max(layouts, key=lambda count: decodings[count].tokens_s)
-    layout, decoding_then = layouts[at_once], decodings[at_once]
+    at_once, layout, decoding = _at_once(spec, machine, workload, layouts, model)
     workload_then = replace(workload, concurrency=at_once)
-    if layout.mode in ("ram", "disk"):
-        found = _with_chunks(spec, machine, workload_then, layout.mode, model)
-        layout, decoding_then = found or (layout, decoding_then)
-    speed = _speed(spec, machine, workload_then, layout, model, decoding_then)
+    speed = _speed(spec, machine, workload_then, layout, model, decoding)
     return Plan(spec, machine, workload, layout, speed, at_once)
+
+
+def _at_once(
+    spec: PlanSpec,
+    machine: MachineProfile,
+    workload: Workload,
+    layouts: dict[int, Layout],
+    engine: EngineModel,
+) -> tuple[int, Layout, _Decoding]:
+    """Of so many sequences at a time as ``layouts`` has, and those between, the count that makes most tokens,
+    with the chunks that the engine would make of their prompts."""
+    layouts = dict(layouts)
+
+    def work(count: int) -> Workload:
+        return replace(workload, concurrency=count)
+
+    @cache
+    def most(count: int) -> float:
+        """With the shortest chunks: longer ones take slots away, and make no count faster."""
+        if count not in layouts:
+            layouts[count] = lay_out(spec, machine, work(count))
+        if layouts[count].mode not in ("vram", "ram", "disk") and count != workload.concurrency:
+            return 0.0
+        return _decoding(spec, machine, work(count), layouts[count], engine).tokens_s
+
+    found: tuple[int, Layout, _Decoding] | None = None
+    for count in sorted(refined(sorted(layouts), most), key=lambda count: -most(count)):
+        if found is not None and most(count) <= found[2].tokens_s:
+            break
+        one = layouts[count]
+        chunked = None
+        if one.mode in ("ram", "disk"):
+            chunked = _with_chunks(spec, machine, work(count), one.mode, engine)
+        plain = _decoding(spec, machine, work(count), one, engine)
+        layout, decoding = chunked or (one, plain)
+        if found is None or decoding.tokens_s > found[2].tokens_s:
+            found = count, layout, decoding
+    assert found is not None
+    return found
 
 
 def _with_chunks(
@@ -137,11 +168,12 @@ def _with_chunks(
 
 
 def _check(spec: PlanSpec, workload: Workload) -> None:
-    if workload.kv_format not in KV_BITS:
-        raise ConfigError(
-            f"--kv-format is {workload.kv_format!r}; it must be one of {', '.join(KV_BITS)}",
-            param="--kv-format",
-        )
+    for given in (workload.kv_format, workload.kv_on_cpu or workload.kv_format):
+        if given not in KV_BITS:
+            raise ConfigError(
+                f"--kv-format is {given!r}; it must be one of {', '.join(KV_BITS)}",
+                param="--kv-format",
+            )
     if workload.context > spec.max_context:
         raise ConfigError(
             f"--context is {workload.context:,} tokens; {spec.name} was trained for at most "
@@ -199,22 +231,20 @@ def hit_rate(spec: PlanSpec, resident: float, engine: EngineModel) -> HitRate:
     return expected_hit_rate(spec.num_experts, spec.num_experts_per_token, resident, engine.policy)
 
 
-def placement_of(
-    layout: Layout, workload: Workload, hits: float, share: float, in_memory: float = 1.0
-) -> Placement:
+def placement_of(layout: Layout, hits: float, share: float, in_memory: float = 1.0) -> Placement:
     """The step's placement that a layout and a hit rate make.
 
     in_memory: look-ups that VRAM or host memory serves, where a part of the experts is on the disk.
     """
     if layout.mode == "cpu":
-        return Placement(gpu=False, kv_format=workload.kv_format)
+        return Placement(gpu=False, kv_format=layout.kv_format)
     if layout.mode == "vram":
-        return Placement(kv_format=workload.kv_format)
+        return Placement(kv_format=layout.kv_format)
     disk = 0.0
     if layout.mode == "disk":
         disk = (1 - in_memory) / (1 - hits) if hits < 1 else 0.0
     return Placement(
-        hit_rate=hits, fetch_share=share, disk_share=min(1.0, disk), kv_format=workload.kv_format
+        hit_rate=hits, fetch_share=share, disk_share=min(1.0, disk), kv_format=layout.kv_format
     )
 
 
@@ -244,11 +274,11 @@ def _decoding(
     prices = StepPrices(spec, shape, machine, engine)
 
     def decode(rate: float, share: float) -> StepTime:
-        return prices.at(placement_of(layout, workload, rate, share, kept))
+        return prices.at(placement_of(layout, rate, share, kept))
 
     share = 0.0
     if layout.mode in ("ram", "disk"):
-        share = _best_share(lambda one: decode(hits.expected, one).seconds)
+        share = best_share(SHARES, lambda one: decode(hits.expected, one).seconds)
     step = decode(hits.expected, share)
     tokens_s = workload.concurrency / step.seconds
     return _Decoding(tokens_s, hits, share, step, lambda rate: decode(rate, share))
@@ -272,27 +302,6 @@ def _speed(
     prefill, seconds = prefill_time(spec, machine, workload, layout, engine)
     ttft = Interval(seconds * (1 - engine.spread), seconds, seconds * (1 + engine.spread))
     return Speed(tokens, ttft, hits, decoding.share, decoding.step, prefill)
-
-
-def _best_share(seconds: Callable[[float], float]) -> float:
-    """The share of ``SHARES`` with the shortest step, the largest such one.
-
-    A step lasts as long as the longest of paths that each grow or shrink linearly with the share, so
-    the function is convex, and halving finds its minimum.
-    """
-    low, high = 0, len(SHARES) - 1
-
-    @cache
-    def at(index: int) -> float:
-        return seconds(SHARES[index])
-
-    while low < high:
-        middle = (low + high) // 2
-        if at(middle) < at(middle + 1):
-            high = middle
-        else:
-            low = middle + 1
-    return SHARES[low]
 
 
 def prefill_time(
@@ -336,7 +345,7 @@ def _chunk_time(
     """The step of one chunk; ``at``: tokens before it, and its own."""
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
     kept = min(1.0, layout.resident + layout.ram_share)
-    place = placement_of(layout, workload, layout.resident, 1.0, kept)
+    place = placement_of(layout, layout.resident, 1.0, kept)
     past, size = at
     shape = StepShape("prefill", 1, size, past)
 
@@ -348,7 +357,7 @@ def _chunk_time(
     streamed = prices.at(place)
     if layout.mode not in ("ram", "disk"):
         return streamed
-    both = routed(_best_share(lambda share: routed(share).seconds))
+    both = routed(best_share(SHARES, lambda share: routed(share).seconds))
     return both if size <= MAX_CPU_TOKENS or both.seconds < streamed.seconds else streamed
 
 

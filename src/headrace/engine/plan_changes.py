@@ -10,7 +10,7 @@ from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import HeadraceError
 from headrace.core.plan_spec import KINDS, PlanSpec
 from headrace.engine.plan import Plan, make_plan, with_rate
-from headrace.engine.plan_memory import Workload
+from headrace.engine.plan_memory import Workload, fewer_at_once, lay_out
 from headrace.explain.step_cost import KV_BITS
 from headrace.explain.units_text import figures
 from headrace.machine.profile import MachineProfile
@@ -76,8 +76,9 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
     if plan.layout.mode == "disk" and "disk_read" in machine.rates:
         yield "disk twice as fast", on(with_rate(machine, "disk_read", 2.0))
     for name in ("bf16", "fp8", "nvfp4k-fp8v"):
-        if KV_BITS[work.kv_format] > KV_BITS[name]:
-            yield f"KV cache in {name}", under(replace(work, kv_format=name))
+        if KV_BITS[plan.layout.kv_format] > KV_BITS[name]:
+            smaller = replace(work, kv_format=name, kv_on_cpu="")
+            yield f"KV cache in {name}", under(smaller)
     if work.concurrency > 1:
         fewer = work.concurrency // 2
         yield f"half the sequences ({fewer:,})", under(replace(work, concurrency=fewer))
@@ -123,11 +124,19 @@ def _good(plan: Plan) -> bool:
     return plan.layout.mode not in ("none", "disk")
 
 
+def _fits(spec: PlanSpec, machine: MachineProfile, work: Workload) -> bool:
+    """Whether memory holds it, be it that some sequences wait. Far quicker than a plan with its speed."""
+    layouts = [lay_out(spec, machine, work)]
+    if machine.gpu is not None and work.concurrency > 1:
+        layouts += fewer_at_once(spec, machine, work).values()
+    return any(layout.mode not in ("none", "disk") for layout in layouts)
+
+
 def _shorter(plan: Plan) -> list[str]:
     context = plan.workload.context // 2
     while context >= SHORTEST_CONTEXT:
         work = replace(plan.workload, context=context, prompt=min(plan.workload.prompt, context))
-        if _good(make_plan(plan.spec, plan.machine, work)):
+        if _fits(plan.spec, plan.machine, work):
             return [f"{plan.spec.name} fits with --context {context}"]
         context //= 2
     return []
@@ -139,7 +148,7 @@ def _fewer(plan: Plan) -> list[str]:
     while high - low > 1:
         middle = (low + high) // 2
         work = replace(plan.workload, concurrency=middle)
-        if _good(make_plan(plan.spec, plan.machine, work)):
+        if lay_out(plan.spec, plan.machine, work).mode not in ("none", "disk"):
             low = middle
         else:
             high = middle
@@ -148,7 +157,7 @@ def _fewer(plan: Plan) -> list[str]:
 
 def _smaller_formats(plan: Plan) -> list[str]:
     for name, other in _stored_smaller(plan.spec):
-        if _good(make_plan(other, plan.machine, plan.workload)):
+        if _fits(other, plan.machine, plan.workload):
             size = _gigabytes(other.weights_nbytes)
             return [f"{plan.spec.name} fits stored as {name} ({size})"]
     return []
@@ -173,12 +182,12 @@ def _more_memory(plan: Plan) -> list[str]:
         return []
     host = plan.machine.host
     more = replace(host, memory_nbytes=host.memory_nbytes + missing)
-    if _good(make_plan(plan.spec, replace(plan.machine, host=more), plan.workload)):
+    if _fits(plan.spec, replace(plan.machine, host=more), plan.workload):
         return [f"{_gigabytes(missing)} more host memory would hold it"]
     gpu = plan.machine.gpu
     if gpu is not None:
         bigger = replace(gpu, memory_nbytes=gpu.memory_nbytes + missing)
-        if _good(make_plan(plan.spec, replace(plan.machine, gpu=bigger), plan.workload)):
+        if _fits(plan.spec, replace(plan.machine, gpu=bigger), plan.workload):
             size = _gigabytes(bigger.memory_nbytes)
             if gpu.unified:
                 return [f"a machine with {size} of memory would hold it"]
@@ -202,6 +211,8 @@ def _other_models(plan: Plan) -> list[str]:
             continue
         context = min(plan.workload.context, spec.max_context)
         work = replace(plan.workload, context=context, prompt=min(plan.workload.prompt, context))
+        if not _fits(spec, plan.machine, work):
+            continue
         other = make_plan(spec, plan.machine, work)
         if _good(other) and other.speed is not None:
             speed = other.speed.tokens_s.expected

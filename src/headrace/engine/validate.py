@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.core.errors import RequestError
+from headrace.core.errors import ContextLengthError, RequestError
 from headrace.core.request import GenerationRequest, SamplingParams
 
 # Both from OpenAI's API reference (chat completions: n, top_logprobs); a bound of some kind is
@@ -16,6 +16,31 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 # Nobody defines a range; people use 1 to 1.3. By far less than this logits grow beyond float32.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+
+
+def validate_length(num_prompt: int, limit: int, context: int) -> None:
+    """Refuse a prompt that leaves no room for one token of answer.
+
+    Args:
+        limit: tokens that a sequence may hold here; context: that the model may see.
+
+    Raises:
+        ContextLengthError: it has ``limit`` tokens or more.
+    """
+    if num_prompt < limit:
+        return
+    raise ContextLengthError(
+        f"This model's maximum context length is {limit} tokens here, and one of them "
+        f"has to be left for the answer. The prompt has {num_prompt} tokens.",
+        hint="shorten the prompt"
+        + (
+            ", or raise --ram-budget: the KV pool is smaller than the context"
+            if limit < context
+            else ", or start with a larger --context"
+        ),
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 def validate_request(request: GenerationRequest, vocab: int) -> None:

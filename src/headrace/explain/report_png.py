@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.explain.report import ABOVE_ROOF, ExplainReport
-from headrace.explain.report_text import LETTERS
+from headrace.explain.report import ExplainReport
+from headrace.explain.report_text import LETTERS, above_roof
 
 
 def require_matplotlib() -> None:
@@ -62,8 +62,8 @@ def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> 
     axes.set_xlabel("FLOPs a byte")
     axes.set_ylabel("FLOP/s")
     title = f"{report.model} on {report.machine}: {report.phase}"
-    if any(rate > min(peak, memory * at) / ABOVE_ROOF for *_, at, rate in points):
-        title += "\nabove the roof, which is main memory's: read from caches"
+    for line in above_roof([(letter, at, rate) for letter, _, at, rate in points], peak, memory):
+        title += f"\n{line}"
     axes.set_title(title)
     try:
         figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from string import ascii_letters
 
 from headrace.core.words import counted
@@ -121,9 +122,21 @@ def roofline(report: ExplainReport, peak: float, memory: float) -> list[str]:
         for letters in places.values()
         if len(letters) > 1
     ]
-    above = [x for x, i, rate in found if rate > min(peak, memory * i) / ABOVE_ROOF]
-    if above:
-        lines.append(
-            f"Above the roof, which is main memory's: {', '.join(above)}. Caches are faster."
-        )
+    return lines + above_roof(found, peak, memory)
+
+
+def above_roof(points: Sequence[tuple[str, float, float]], peak: float, memory: float) -> list[str]:
+    """What to think of points above the roof: (letter, FLOPs a byte, FLOPs a second) of each."""
+    above = [point for point in points if point[2] > min(peak, memory * point[1]) / ABOVE_ROOF]
+    lines: list[str] = []
+    for where, why, found in (
+        ("main memory's", "Caches are faster.", [x for x, i, _ in above if i < peak / memory]),
+        (
+            "arithmetic's",
+            "Its rate was taken while the machine was slower.",
+            [x for x, i, _ in above if i >= peak / memory],
+        ),
+    ):
+        if found:
+            lines.append(f"Above the roof, which is {where}: {', '.join(found)}. {why}")
     return lines

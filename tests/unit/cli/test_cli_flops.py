@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
+from headrace.core.config_library import bundled_model
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -125,12 +126,23 @@ def test_ids_are_printed_whole(capsys: pytest.CaptureFixture[str]):
     assert [line.split()[0] for line in lines] == ids
 
 
-@pytest.mark.parametrize("name", ["decode-attention", "moe-experts"])
-def test_a_machine_without_a_gpu_says_so(name: str, capsys: pytest.CaptureFixture[str]):
-    text = output(capsys, "show", name, "--machine", "ddr5-5600-dual")
-    assert "not priced on ddr5-5600-dual: the machine has no GPU, which this class runs on" in text
-    data = json.loads(output(capsys, "show", name, "--machine", "ddr5-5600-dual", "--json"))
-    assert "no GPU" in data["at"]["not_priced"]
+def test_a_machine_without_a_gpu_computes_on_its_cpu(capsys: pytest.CaptureFixture[str]):
+    argv = ("show", "moe-experts", "--model", "gpt-oss-20b", "--machine", "ddr5-5600-dual")
+    at = json.loads(output(capsys, *argv, "--json"))["at"]
+    # 24 layers of 4 experts of 24,883,200 weights in MXFP4, at 2 x 8 bytes x 5.6 GT/s; 48 wakes of 10 us
+    assert at["seconds"]["dram"] == pytest.approx(24 * 4 * 24883200 * 17 / 32 / 89.6e9)
+    assert at["floor_s"] == pytest.approx(at["seconds"]["dram"] + 48 * 10e-6)
+    assert at["bound"] == "dram"
+    text = output(capsys, *argv)
+    assert "desktop, two channels of DDR5-5600: the CPU computes" in text
+    assert text.count("<- binds") == 1
+
+
+def test_a_class_of_several_gpus_is_not_priced_without_one(capsys: pytest.CaptureFixture[str]):
+    words = ("show", "tensor-parallel-allreduce", "--machine", "ddr5-5600-dual")
+    text = output(capsys, *words)
+    assert "not priced on ddr5-5600-dual: the machine has no GPU" in text
+    assert "no GPU" in json.loads(output(capsys, *words, "--json"))["at"]["not_priced"]
 
 
 def test_what_moves_no_bytes_is_said_in_words(capsys: pytest.CaptureFixture[str]):
@@ -158,3 +170,21 @@ def test_a_mixture_that_vram_does_not_hold_is_fetched(capsys: pytest.CaptureFixt
     assert "experts in host memory" not in capsys.readouterr().out
     assert main([*words, "rtx-4090", "--set", "offl=0"]) == 0
     assert "experts in host memory" not in capsys.readouterr().out
+
+
+def test_whatever_is_planned_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A config.json alone is enough; heads that are set count beside a model's other numbers."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(bundled_model("llama-3-8b").config), encoding="utf-8")
+    argv = ("show", "qkv-projection", "--model", str(file), "--machine", "h200", "--json")
+    data = json.loads(output(capsys, *argv))
+    assert data["at"]["flops"] == 2 * 32 * 4096 * (32 + 2 * 8) * 128
+    data = json.loads(output(capsys, *argv, "--set", "n_kv=32"))
+    assert data["at"]["flops"] == 2 * 32 * 4096 * 3 * 32 * 128
+
+
+def test_latent_attention_projects_with_its_own_matrices(capsys: pytest.CaptureFixture[str]):
+    """DeepSeek-V3: 7,168 to 1,536 to 128 heads of 192, and to 512 + 64, from there 128 heads of 256."""
+    layer = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256
+    argv = ("show", "qkv-projection", "--model", "deepseek-v3", "--machine", "h200", "--json")
+    assert json.loads(output(capsys, *argv))["at"]["flops"] == 2 * 61 * layer

@@ -94,7 +94,8 @@ def test_a_picture_marks_what_is_there_where_more_is_asked_for(tmp_path, capsys)
 
 def make_plan_of(model: str, machine: str) -> Layout:
     spec = bundled_model(model).spec()
-    return make_plan(spec, known_machine(machine), Workload(8192)).layout
+    work = Workload(8192, kv_on_cpu="f32")
+    return make_plan(spec, known_machine(machine), work).layout
 
 
 def test_a_folder_and_a_profile(tmp_path, capsys):
@@ -138,6 +139,13 @@ def test_the_cache_is_planned_in_the_format_that_the_engine_takes(capsys):
     assert "K KV cache         1.1 GB" in text
     text = said(capsys, "llama-3-8b", "--machine", "ddr5-6000-dual", "--kv-format", "bf16")
     assert "K KV cache         1.1 GB" in text
+    # 141 GB of weights stay in host memory beside a GPU of 24: 2 x 80 x 8 x 128 x 4 bytes x 8,192 tokens
+    beside = ("llama-3.1-70b", "--machine", "rtx-3090+ddr5-6000-dual+ram=192GiB")
+    text = said(capsys, *beside)
+    assert "KV cache in f32" in text
+    assert "K KV cache         5.4 GB" in text
+    assert json.loads(said(capsys, *beside, "--json"))["kv_format"] == "f32"
+    assert "KV cache in fp8" in said(capsys, *beside, "--kv-format", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -435,6 +443,8 @@ def test_measured_and_estimated_rates_are_told_apart():
     assert told.startswith(
         "measured 2026-11-29 by `headrace bench machine`, but for GPU memory 896 GB/s"
     )
+    busy = complete(replace(profile, disturbed={"PCIe": 0.2}))
+    assert rates_text(busy)[1].startswith("disturbed: other programs kept 20% of the CPUs busy")
     (estimated,) = rates_text(known_machine("rubin-cpx"))
     assert estimated.startswith("estimated, since nothing is published: GPU memory 2 TB/s (third")
 
@@ -475,3 +485,49 @@ def test_a_routing_that_is_not_there_is_called_missing(tmp_path, capsys):
 def test_where_memory_is_shared_slots_lie_in_the_gpus_part(capsys):
     text = said(capsys, "kimi-k2", "--machine", "apple-m3-ultra")
     assert "of 23,040 in the GPU's part (" in text  # 60 layers of 384 experts
+
+
+def test_a_config_json_is_planned_by_its_path(tmp_path, capsys):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text(json.dumps(bundled_model("qwen3-30b-a3b").config), encoding="utf-8")
+    found = json.loads(said(capsys, str(file), "--machine", "rtx-4090", "--json"))
+    assert found["model"]["name"] == "my-model"
+    assert found["model"]["total_weights"] == bundled_model("qwen3-30b-a3b").spec().total_weights
+    other = file.rename(folder / "changed.json")
+    assert said(capsys, str(other), "--machine", "rtx-4090").split()[1] == "changed:"
+    assert main(["plan", str(file), "--machine", "rtx-4090"]) == 2  # the hub is not asked for it
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_change_that_delays_the_first_token_says_so(capsys):
+    """Half the cache's bytes leave slots, with which other chunks of prompts pay: more copies of experts."""
+    words = [
+        "mixtral-8x7b",
+        "--machine",
+        "rtx-5090+pcie3x16+ddr4-3200-8ch+ram=16GiB",
+        "--context",
+        "32768",
+    ]
+    words += ["--prompt", "16384", "--concurrency", "7", "--kv-format", "f32"]
+    found = json.loads(said(capsys, *words, "--json"))
+    before = found["speed"]["ttft_s"]["expected"]
+    later = [one["name"] for one in found["changes"] if one["ttft_s"] > 1.1 * before]
+    assert later
+    text = said(capsys, *words)
+    warned = [line for line in text.splitlines() if ", first token after " in line]
+    assert len(warned) == len(later)
+    assert all(any(name in line for line in warned) for name in later)
+
+
+def test_rates_that_a_file_lacks_are_named(tmp_path, capsys):
+    box = known_machine("rtx-4090")
+    kept = {name: rate for name, rate in box.rates.items() if name not in ("hbm_read", "dram_read")}
+    file = tmp_path / "box.json"
+    replace(box, rates=kept).save(file)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
+    assert "has no hbm_read, dram_read: what the catalogue has" in capsys.readouterr().err
+    box.save(file)
+    assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
+    assert capsys.readouterr().err == ""

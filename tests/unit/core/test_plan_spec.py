@@ -160,8 +160,8 @@ def test_refuses_what_it_cannot_count():
         spec_from_config({**QWEN, "num_experts_per_tok": 16})
     with pytest.raises(UnsupportedModelError, match="mamba"):
         spec_from_config({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1})
-    with pytest.raises(UnsupportedModelError, match="awq"):
-        spec_from_config({**QWEN, "quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(UnsupportedModelError, match="quark"):
+        spec_from_config({**QWEN, "quantization_config": {"quant_method": "quark"}})
     with pytest.raises(ConfigError, match="whole number"):
         spec_from_config({**QWEN, "hidden_size": "64"})
 

@@ -206,3 +206,17 @@ def test_damaged_files_are_no_traces_and_no_faults_of_ours(tmp_path: Path) -> No
     huge = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     with pytest.raises(ConfigError, match="is not a routing trace: Unable to allocate"):
         RoutingTrace.load(_npz(tmp_path / "huge.npz", {"ids.npy": huge, "meta.npy": b""}))
+
+
+def test_the_key_of_a_mapping_is_named() -> None:
+    data = json.loads(PROFILE.to_json())
+    data["rates"]["kernel_launch"]["value"] = -1
+    with pytest.raises(ConfigError, match=r"rates\['kernel_launch'\]\.value"):
+        MachineProfile.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "Infinity"])
+def test_numbers_that_are_none_are_refused(number: str) -> None:
+    text = PROFILE.to_json().replace("55.5", number)
+    with pytest.raises(ConfigError, match=number):
+        MachineProfile.from_json(text)

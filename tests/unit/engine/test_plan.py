@@ -18,6 +18,7 @@ from headrace.engine.plan_memory import (
     Workload,
     workspace_nbytes,
 )
+from headrace.engine.plan_search import refined
 from headrace.engine.resolve_gpu import DEFAULT_MAX_BATCH_TOKENS
 from headrace.explain.engine_model import engine_model
 from headrace.explain.leaf import EXPERTS_CPU
@@ -94,6 +95,38 @@ def test_b016_a_mixture_too_large_for_the_host_is_refused_from_its_configuration
     assert found.layout.mode == "none"
     assert found.layout.short == {"ram": needed - (32 * 2**30 - 3 * 10**9)}
     assert found.speed is None
+
+
+def test_the_cpu_keeps_its_own_format_beside_a_gpu_that_is_too_small():
+    """141 GB of weights in bfloat16 and a GPU of 24 GiB: 4,096 tokens of 80 layers, 8 heads of 128."""
+    elements = 4096 * 80 * 2 * 8 * 128
+    work = replace(WORK, kv_on_cpu="f32")
+    beside = plan("llama-3.1-70b", "rtx-3090+ddr5-6000-dual+ram=192GiB", work)
+    assert beside.layout.mode == "cpu"
+    assert beside.layout.kv_format == "f32"
+    assert beside.layout.used["ram"]["KV cache"] == 4 * elements
+    alone = plan("llama-3.1-70b", "ddr5-6000-dual+ram=192GiB", work)
+    assert alone.layout == replace(beside.layout, capacity=alone.layout.capacity)
+    assert alone.speed.tokens_s == beside.speed.tokens_s
+    # a GPU that holds it keeps what tensor cores multiply
+    larger = plan("llama-3.1-70b", "b200", work)
+    assert (larger.layout.mode, larger.layout.kv_format) == ("vram", "bf16")
+    assert larger.layout.used["vram"]["KV cache"] == 2 * elements
+    # half of the bytes is what a change to bfloat16 saves, and what a step does not read
+    smaller = next(c for c in changes(beside) if c.name == "KV cache in bf16")
+    assert smaller.plan.layout.used["ram"]["KV cache"] == 2 * elements
+    assert smaller.factor > 1
+    # who asks for a format gets it on both
+    asked = plan("llama-3.1-70b", "rtx-3090+ddr5-6000-dual+ram=192GiB", WORK)
+    assert asked.layout.used["ram"]["KV cache"] == 2 * elements
+
+
+def test_what_is_short_counts_in_the_format_of_the_memory_that_lacks_it():
+    work = replace(WORK, kv_on_cpu="f32")
+    found = plan("llama-3.1-70b", "rtx-3090+ddr4-3200-dual+ram=64GiB", work)
+    spec = found.spec
+    needed = spec.weights_nbytes + spec.kv_nbytes(4096, 32) + workspace_nbytes(spec, work)
+    assert found.layout.short == {"ram": needed + 512 * 2**20 - (64 * 2**30 - 3 * 10**9)}
 
 
 def test_a_mixture_can_lack_both_memories():
@@ -189,17 +222,17 @@ def test_sequences_that_vram_does_not_hold_wait():
     work = Workload(2048, 40, "bf16", 1024)
     found = plan("opt-13b", "a100", work)
     spec, layout = found.spec, found.layout
-    # 80 GB less weights, reserve and what a step needs; 40 layers x 2 x 5,120 x 2 bytes a token
+    # 80 GiB less weights, reserve and what a step needs; 40 layers x 2 x 5,120 x 2 bytes a token
     one = 2048 * 819_200
     fixed = spec.weights_nbytes + VRAM_RESERVE_NBYTES
     fixed += workspace_nbytes(spec, replace(work, concurrency=found.at_once))
-    assert found.at_once == (80 * 10**9 - fixed) // one
+    assert found.at_once == (80 * 2**30 - fixed) // one
     assert 20 < found.at_once < 40
     assert layout.mode == "vram"
     assert layout.used["vram"]["KV cache"] == found.at_once * one
     # 400 sequences' cache is more than VRAM and host memory have together: the same run, more wait
     many = plan("opt-13b", "a100", replace(work, concurrency=400))
-    assert 400 * one > 80 * 10**9 + many.machine.host.memory_nbytes
+    assert 400 * one > 80 * 2**30 + many.machine.host.memory_nbytes
     assert (many.at_once, many.layout, many.speed) == (found.at_once, layout, found.speed)
     half = plan("opt-13b", "a100", replace(work, concurrency=20))
     assert half.at_once == 20
@@ -223,6 +256,22 @@ def test_more_sequences_never_make_fewer_tokens(model, machine):
     tokens = [speed.tokens_s.expected for speed in speeds]
     # but for counts that are tried for one of the loads only
     assert all(more > 0.999 * fewer for fewer, more in itertools.pairwise(tokens))
+
+
+def test_the_count_at_a_time_is_looked_for_between_round_ones():
+    """With the value -(n - 13)^2 none of 1, 2, 4, 8, 16, 24 is the best, and halving finds 13."""
+    assert 13 in refined([1, 2, 4, 8, 16, 24], lambda n: -((n - 13) ** 2))
+    assert refined([5], lambda n: n) == [5]
+    assert refined([1, 2], lambda n: -n) == [1, 2]
+
+
+def test_a_faster_part_never_makes_more_sequences_slower():
+    """Chunks of prompts take slots away, and the count at a time is chosen with that in mind."""
+    box = "trainium2+pcie3x16+ddr5-6400-dual+ram=192GiB"
+    found = plan("gpt-oss-120b", box, Workload(131072, 1000, "nvfp4k-fp8v", 131072))
+    factors = {one.name: one.factor for one in changes(found)}
+    assert factors["twice the memory channels"] >= 1
+    assert factors["link twice as fast"] >= 1
 
 
 def test_what_would_bring_it_into_vram_is_said():
@@ -304,3 +353,17 @@ def test_a_plan_on_the_disk_says_what_would_help():
 def test_a_table_shows_the_memory_that_is_short():
     layout = plan("llama-3.1-70b", "rtx-3090").layout
     assert layout.total("ram") - layout.capacity["ram"] == layout.short["ram"]
+
+
+def test_what_a_tiny_machine_lacks_counts_the_system_s_part():
+    """1 GiB is less than the 3 GB that a system keeps: what is missing is the model and the rest of those."""
+    found = plan("llama-3-8b", "ddr4-3200-dual+ram=1GiB")
+    wanted = found.layout.total("ram")
+    assert found.layout.short_nbytes == wanted + 3 * 10**9 - 2**30
+    more = found.machine.host.memory_nbytes + found.layout.short_nbytes
+    host = replace(found.machine.host, memory_nbytes=more)
+    assert make_plan(found.spec, replace(found.machine, host=host), found.workload).fits
+    # what has to lie in host memory does not: no disk helps
+    small = plan("gpt-oss-20b", "rtx-4060-laptop+ram=2GiB")
+    assert small.layout.mode == "none"
+    assert any("more host memory would hold it" in said for said in alternatives(small))

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from headrace.core.config_library import bundled_model
+from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import ConfigError, InternalError
 from headrace.explain.catalogue.evaluate import (
     outputs_of,
@@ -153,6 +153,32 @@ def test_a_machine_without_a_link_prices_what_needs_none():
     assert price_of(catalogue().records["dense-ffn"], at).bound == "hbm"
     with pytest.raises(InternalError, match="has no value"):
         work_of(catalogue().records["cpu-expert-matvec"], {"mac": 2})
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_a_model_s_symbols_add_up_to_its_weights_and_bytes(name: str):
+    """What a token multiplies with (DeepSeek-V3: 37 billion, not the 83 that 128 full heads of 512 would be),
+    and what a step reads."""
+    spec = bundled_model(name).spec()
+    at = setting(catalogue().symbols, values=values_of_plan(spec)).values
+    counts, nbytes = spec.weights(), spec.nbytes()
+    norms = counts["norm"]
+    assert at["P_tok"] + at["P_head"] == pytest.approx(spec.active_weights - norms, rel=1e-9)
+    chosen = spec.moe_layers * spec.num_experts_per_token * spec.expert_weights
+    experts = chosen * spec.bits("experts") / 8  # without biases
+    dense = sum(nbytes[kind] for kind in ("attention", "dense", "shared", "router"))
+    head = nbytes["embedding" if spec.tied else "lm_head"]
+    assert at["W_step"] == pytest.approx(dense + head + experts, rel=1e-6)
+
+
+def test_latent_attention_has_the_model_s_own_widths():
+    """GLM-5.2: 64 heads of 192 + 64 and of 256, a latent of 512 + 64; an index of 32 heads of 128."""
+    at = setting(catalogue().symbols, values=values_of_plan(bundled_model("glm-5.2").spec())).values
+    widths = {"r_kv": 512, "r_rope": 64, "d_nope": 192, "d_v": 256}
+    index = {"h_idx": 32, "d_idx": 128, "keep": 2048}
+    assert {name: at[name] for name in (*widths, *index)} == widths | index
+    # scores over 576 elements and values over 512, a multiply-add each, for each of 64 heads and 1,024 keys
+    assert 2 * at["mac"] * at["n_q"] * at["d_h"] * 1024 == 2 * 64 * (576 + 512) * 1024
 
 
 def test_a_latent_cache_keeps_one_vector_and_recurrent_layers_none():

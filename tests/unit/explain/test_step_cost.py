@@ -113,9 +113,9 @@ def test_a_block_for_each_sequence_and_head_gets_its_part_of_the_bandwidth():
     spec, b200 = bundled_model("llama-3.1-8b").spec(), known_machine("b200")
     shape = StepShape("decode", 1, 1, 131_071)
     time = step_time(spec, shape, Placement(), b200, engine_model("sglang-fa4"))
-    # 17.2 GB of cache, 8 blocks on 148 multiprocessors of 8 TB/s
+    # 17.2 GB of cache, 8 blocks on 148 multiprocessors of 7.672 TB/s
     assert time.seconds_of(leaf.ATTENTION_DECODE) == pytest.approx(
-        131_072 * 131_072 / (8e12 * 8 / 148), rel=0.01
+        131_072 * 131_072 / (7.672e12 * 8 / 148), rel=0.01
     )
     eight = step_time(
         spec, StepShape("decode", 8, 1, 131_071), Placement(), b200, engine_model("sglang-fa4")

@@ -53,6 +53,46 @@ def test_h200_by_its_data_sheet():
 
 
 @pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        ("h200", 150_109_880_320),  # CUDA's total on the H200 machine
+        ("h100", 85_520_809_984),  # nvidia-smi's
+        ("mi300x", 206_141_652_992),  # rocm-smi's
+        ("a100", 80 * 2**30),
+    ],
+)
+def test_gpu_memory_is_what_drivers_report(name, nbytes):
+    """Vendors' GB of HBM are 2^30 bytes, a few held back: an H200 of "141 GB" has 150 x 10^9."""
+    gpu = known_machine(name).gpu
+    assert gpu is not None
+    assert abs(gpu.memory_nbytes - nbytes) < 2**20
+
+
+def test_rubin_has_its_own_host():
+    """Vera: 88 cores, 1.2 TB/s; NVLink-C2C of 1.8 TB/s both ways. Grace was Blackwell's."""
+    rates = known_machine("rubin-r200").rates
+    assert rates["dram_read"].value == 1200
+    assert rates["pcie_h2d"].value == 900
+
+
+def test_memory_rates_are_wires_times_clock():
+    """Bits of the bus x Gbit/s a pin / 8."""
+    for name, bits, gbit in (
+        ("rtx-3090", 384, 19.5),
+        ("rtx-4090", 384, 21),
+        ("rtx-5070-ti", 256, 28),
+        ("rtx-5090", 512, 28),
+        ("rtx-pro-6000", 512, 28),
+        ("rtx-4060-laptop", 128, 16),
+        ("b200", 7680, 2 * 3.996),
+        ("apple-m4-max", 512, 8.533),
+    ):
+        assert known_machine(name).rates["hbm_read"].value == pytest.approx(
+            bits * gbit / 8, rel=1e-3
+        )
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("rtx-5070ti", "did you mean rtx-5070-ti"),

@@ -13,6 +13,7 @@ from headrace.explain.catalogue.evaluate import (
     Setting,
     outputs_of,
     price_of,
+    seconds_of,
     why_unpriced,
     work_of,
 )
@@ -67,10 +68,9 @@ def work_lines(record: Record, at: Setting) -> list[str]:
     except (MachineError, InternalError) as error:
         return [f"not priced on {at.machine.name}: {why_unpriced(record, at, error)}"]
     for name, formula in record.work.items():
-        resource = "launch" if name == "launches" else name
+        resource, time = seconds_of(record, at, name)
         value = float(evaluate(formula, at.values))
-        time = priced.seconds.get(resource, 0.0)
-        mark = "   <- binds" if resource == priced.bound else ""
+        mark = "   <- binds" if time and resource == priced.bound else ""
         unit = WORK_UNITS[name]
         size = seconds(value) if unit == "s" else amount(value, unit).rstrip()
         lines.append(f"{name:<9}{formula}")
@@ -136,9 +136,9 @@ def derivation(record: Record, catalogue: Catalogue, at: Setting) -> list[str]:
 
 
 def machine_title(at: Setting) -> str:
-    """The machine's name and GPU."""
-    gpu = at.machine.gpu
-    return at.machine.name if gpu is None else f"{at.machine.name} ({gpu.name})"
+    """The machine's name and what computes there."""
+    gpu, host = at.machine.gpu, at.machine.host
+    return f"{at.machine.name} ({gpu.name if gpu else f'{host.cpu}: the CPU computes'})"
 
 
 def _symbol_lines(record: Record, symbols: Symbols, at: Setting) -> list[str]:

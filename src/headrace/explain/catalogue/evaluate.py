@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.core.errors import ConfigError, HeadraceError, MachineError
 from headrace.explain.catalogue.expression import evaluate, symbols_of
 from headrace.explain.catalogue.load import DEFAULT_PROFILE
 from headrace.explain.catalogue.record import Catalogue, Check, Record, Rule, Symbols
-from headrace.explain.cost import Priced, Work, price, rate_of
+from headrace.explain.cost import BYTE_RATES, Priced, Work, on_cpu, price, rate_of
 from headrace.machine.profile import MachineProfile
 
 
@@ -37,7 +37,9 @@ def setting(
 ) -> Setting:
     """Values of all symbols: defaults, then the profile's, then ``values``, then what follows.
 
-    A rate that the machine lacks has no value; only formulas that need it fail.
+    A rate that the machine lacks has no value; only formulas that need it fail. On a machine without a GPU
+    the CPU and its memory take the GPU's place: nothing is offloaded, and threads are woken where kernels
+    were launched.
 
     Raises:
         ConfigError: no such profile, or ``values`` names no symbol that can be set.
@@ -48,7 +50,8 @@ def setting(
         )
     chosen = symbols.profiles[profile]
     machine = machine or symbols.machines[chosen.machine]
-    given = {**chosen.values, **(values or {})}
+    alone = machine.gpu is None
+    given = {**chosen.values, **(_ON_CPU if alone else {}), **(values or {})}
     result: dict[str, float] = {}
     missing: dict[str, str] = {}
     for name in given:
@@ -65,13 +68,23 @@ def setting(
         elif name in given:
             result[name] = float(given[name])
         elif symbol.rate is not None:
+            rate = _CPU_RATES.get(symbol.rate, symbol.rate) if alone else symbol.rate
             try:
-                result[name] = rate_of(machine, symbol.rate)
+                result[name] = rate_of(machine, rate)
             except MachineError:
                 missing[name] = symbol.rate
         else:
             result[name] = symbol.default or 0.0
     return Setting(result, machine, chosen.about, missing)
+
+
+# What stands in for a GPU's rates on a machine that has none, and how models lie there.
+_CPU_RATES: Mapping[str, str] = {
+    **dict.fromkeys(("gpu_flops_bf16", "gpu_flops_f32", "gpu_flops_special"), "cpu_flops_f32"),
+    "hbm_read": "dram_read",
+    "kernel_launch": "thread_wake",
+}
+_ON_CPU = {"offl": 0.0, "graph": 0.0}
 
 
 def _check_settable(name: str, symbols: Symbols) -> None:
@@ -98,6 +111,7 @@ _GPU_RATES = ("hbm_", "pcie_", "gpu_", "kernel_", "graph_", "flag_", "link")
 def why_unpriced(record: Record, at: Setting, error: HeadraceError) -> str:
     """Why a record has no price there: the rates that the machine lacks, or what the error says."""
     rates = {at.missing[n] for f in record.work.values() for n in symbols_of(f) if n in at.missing}
+    rates |= {r for n, r in BYTE_RATES.items() if n in record.work and r not in at.machine.rates}
     if not rates:
         return error.message
     if at.machine.gpu is None and all(name.startswith(_GPU_RATES) for name in rates):
@@ -125,7 +139,18 @@ def work_of(record: Record, values: Mapping[str, float]) -> Work:
 
 def price_of(record: Record, at: Setting) -> Priced:
     """The record's price, and with it what binds, for these symbols on their machine."""
-    return price(work_of(record, at.values), at.machine)
+    return price(_placed(work_of(record, at.values), at.machine), at.machine)
+
+
+def seconds_of(record: Record, at: Setting, name: str) -> tuple[str, float]:
+    """The resource that serves one of the record's amounts there, and the seconds that it takes alone."""
+    priced = price_of(replace(record, work={name: record.work[name]}), at)
+    return priced.bound or name, priced.floor_s
+
+
+def _placed(work: Work, machine: MachineProfile) -> Work:
+    """The work where the machine does it: on its CPU if it has no GPU."""
+    return work if machine.gpu is not None else on_cpu(work)
 
 
 def outputs_of(record: Record, at: Setting) -> dict[str, float | None]:
