@@ -14,6 +14,7 @@ from headrace.core.errors import ConfigError, InternalError
 from headrace.explain.catalogue.expression import unit_of
 from headrace.explain.catalogue.record import (
     RESOURCE_UNITS,
+    TOLERANCE,
     Catalogue,
     Check,
     Profile,
@@ -183,6 +184,6 @@ def _checks(entries: Iterable[Mapping[str, Any]], profile: str) -> Iterable[Chec
             source=entry["source"],
             profile=str(entry.get("profile", profile)),
             values=dict(entry.get("with", {})),
-            tolerance=float(entry.get("tol", 1e-3)),
+            tolerance=float(entry.get("tol", TOLERANCE)),
             page=entry.get("page"),
         )
