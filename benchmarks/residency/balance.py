@@ -226,12 +226,13 @@ class Variant:
         self.rest()
 
     def wake(self) -> None:
-        self.executor._start_service()
+        assert self.executor._kept is not None
+        self.executor._kept.exchange()
 
     def rest(self) -> None:
         torch.cuda.synchronize()
-        assert self.executor.service is not None
-        self.executor.service.stop()
+        assert self.executor._kept is not None
+        self.executor._kept.stop()
 
     def look(self, tokens: list[int], later: Later, capture: Any, say: Any) -> Any:
         """Where this one's time goes."""

@@ -185,13 +185,10 @@ class Decoding:
     def __call__(self, way: Way, say: Say, *, live: bool) -> None:
         """live: with rates corrected on live steps first, as the engine does."""
         x: Any = self._executor
-        if x.service is not None:
-            x.service.stop()
-        share = x._prefill._cpu
-        x._new_service = building._service_factory(
-            x.store, share._fields, ACT, x._block, way.options
+        share, kept = x._prefill._cpu, x._kept
+        kept.exchange(
+            building._service_factory(x.store, share._fields, ACT, kept._block, way.options)
         )
-        x._start_service()
         log = way.prepare(x.service)
         x.set_rates(self._rates)
         found: dict[str, Any] = {}

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import clock_ns
+from headrace.ops.triton.shared_words import clock_ns
 
 # In the order of a layer; those of the side stream in the second row.
 MARKS = (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headrace.core.step import ClassStats, MovedBytes, StepStats
 from headrace.explain import leaf
+from headrace.explain.advice import Room
 from headrace.explain.report import Sample, explain, kv_choices
 from headrace.explain.report_text import changes, roofline, table
 from headrace.explain.running_cost import decode_rows
@@ -123,6 +124,38 @@ def test_rough_rates_are_called_rough():
         "machine` measures them."
     ]
     assert not any("rough" in line for line in table(report()))
+
+
+def test_a_disturbed_profile_is_said_beside_the_floors_it_gives():
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+    busy = replace(machine(), disturbed={"reading memory": 0.25})
+    said = [line for line in table(explain("a toy", sample, dense_model(), busy)) if "25%" in line]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "The machine's profile was disturbed: other programs kept 25% of the CPUs"
+    )
+    assert not any("disturbed" in line for line in table(report()))
+
+
+def test_what_the_pool_holds_bounds_the_batches_and_is_said():
+    """Five tokens and one more take 2 blocks of 4: 7 blocks hold 3 such sequences, 3 blocks one."""
+    sample = Sample([stats(10e-6)], decode_rows(1, 5))
+
+    def said(blocks):
+        found = explain("a toy", sample, dense_model(), machine(), room=Room(blocks, 4))
+        (line,) = (line for line in found.advice if line.startswith("Batching"))
+        return line, [c.name for c in found.software if c.name.endswith("sequences")]
+
+    line, names = said(7)
+    assert line.startswith("Batching: 3 times the sequences give ")
+    assert "No more fit: the KV pool of 28 tokens holds 3 sequences of 6 (`headrace serve" in line
+    assert names == ["2 x the sequences", "3 x the sequences"]
+    line, names = said(3)
+    assert line.startswith("Batching: the KV pool of 12 tokens holds 1 sequence of 6 (")
+    assert names == []
+    line, names = said(32)
+    assert "KV pool" not in line
+    assert names[-1] == "16 x the sequences"
 
 
 def test_every_smaller_cache_is_a_lever():

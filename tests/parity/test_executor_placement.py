@@ -13,7 +13,7 @@ from headrace.checkpoint.open import open_checkpoint
 from headrace.core.errors import ConfigError, MachineError
 from headrace.experts.executor import ExecutorShape, HybridExecutor
 from headrace.experts.gpu_paths import GpuPaths
-from headrace.experts.paths import HostPaths
+from headrace.experts.host_paths import HostPaths
 from headrace.experts.random_store import random_store
 from headrace.experts.request_block import request_block
 from headrace.experts.slab import slab_layout

@@ -16,7 +16,7 @@ from headrace.checkpoint.open import open_checkpoint
 from headrace.engine.loading import model_sizes
 from headrace.experts.building import make_executor
 from headrace.experts.executor import ExecutorShape, HybridExecutor
-from headrace.experts.paths import HostPaths
+from headrace.experts.host_paths import HostPaths
 from headrace.experts.slab_pack import layouts_of
 from headrace.experts.split import PathRates
 from headrace.experts.store import HostLimits, HostStore, build_store

@@ -158,6 +158,26 @@ def test_route_is_the_choice_of_the_scores(fmt: str, rows: int):
         close("router_topk", weights, want_weights)
 
 
+@pytest.mark.parametrize("where", ["row", "weight"])
+def test_b026_a_row_without_scores_is_masked_where_scores_and_choice_are_one_kernel(where: str):
+    """Of rows of a decoding step; a weight that is no number spoils every row's scores."""
+    rng = np.random.default_rng(3)
+    x, data = ints(rng, 3, 48), ints(rng, 6, 48)
+    weight = PackedTensor("f32", (6, 48), {"data": data})
+    done = torch.zeros(16, dtype=torch.int32)
+    args = (None, 4, "topk_softmax", True, done)
+    clean_ids, clean_weights = run("route", x, weight, *args)
+    (x[1] if where == "row" else data[2])[5] = float("nan")
+    for _again in range(2):
+        ids, weights = (part.cpu() for part in run("route", x, weight, *args))
+        bad = [1] if where == "row" else [0, 1, 2]
+        assert ids[bad].tolist() == [[0, 1, 2, 3]] * len(bad)
+        assert not weights[bad].any()
+        good = [row for row in range(3) if row not in bad]
+        assert torch.equal(ids[good], clean_ids.cpu()[good])
+        assert torch.equal(weights[good], clean_weights.cpu()[good])
+
+
 def ints(rng: np.random.Generator, *shape: int) -> torch.Tensor:
     return torch.from_numpy(rng.integers(-3, 4, shape).astype(np.float32))
 

@@ -228,6 +228,15 @@ def test_null_content_of_an_answer_is_empty(served: Served):
     assert prompt == (BOS, *b"user:hi;assistant:;user:hi;assistant:")
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+@pytest.mark.parametrize("message", [{}, {"content": None}])
+def test_only_an_answer_may_have_no_content(served: Served, role: str, message: dict[str, Any]):
+    response = served.chat(messages=[*served.ask, {"role": role, **message}])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages.1.content"
+    assert served.engine.requests == []
+
+
 @pytest.mark.parametrize(
     "part",
     [

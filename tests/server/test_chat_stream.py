@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import openai
 
 from headrace.core.errors import DoesNotFitError
-from headrace.core.request import GenerationRequest
+from headrace.core.request import GenerationRequest, OutputDelta
 from headrace.server.app import create_app
 from headrace.server.settings import ServerSettings
 from tests.fixtures.http_server import serving, wait_until
@@ -117,6 +118,25 @@ def test_keepalive_comments_during_silence():
         lines = lines_of(base, {"messages": ASK, "stream": True})
     first_data = next(i for i, line in enumerate(lines) if line.startswith("data:"))
     assert lines[:first_data].count(": keep-alive") >= 2
+
+
+def test_b064_comments_go_on_while_text_is_held_back():
+    """Tokens come all the time, and none of their text: a stop string may have begun, or a character."""
+
+    def held_back(request: GenerationRequest) -> list[Any]:
+        *_, last = say(request, ["x"])
+        silent = replace(last, text="", finish_reason=None, usage=None)
+        first = OutputDelta(request.request_id, 0, "a", (97,))
+        return [first, *[silent, Wait(0.02)] * 30, last]
+
+    app = create_app(ScriptedClient(held_back), ByteFrontend(), ServerSettings(keepalive_s=0.1))
+    with serving(app) as base:
+        lines = [x for x in lines_of(base, {"messages": ASK, "stream": True}) if x]
+    said = [i for i, line in enumerate(lines) if '"content":"' in line and '""' not in line]
+    assert len(said) == 2
+    between = lines[said[0] + 1 : said[1]]
+    assert len(between) >= 3  # 0.6 s of silence; the event loop may be late, not early
+    assert set(between) == {": keep-alive"}
 
 
 def test_b155_stopping_to_read_cancels():

@@ -98,6 +98,32 @@ def test_b120_a_killed_engine_fails_every_open_request():
     run(test)
 
 
+def test_b120_a_stuck_engine_is_told_from_an_idle_one_and_may_go_on():
+    async def test() -> None:
+        async with engine() as client:
+            await client.settled.wait()
+            assert await text_of(client, ask()) == "one two three"
+            await asyncio.sleep(0.1)
+            assert client.silent_s == 0  # it owes nobody anything
+
+            hangs = client.generate(ask("s", "s1"))
+            first = asyncio.ensure_future(anext(hangs))
+            await until(lambda: client.silent_s > 0.3)
+            first.cancel()  # who gives up does not make it well
+            await asyncio.wait({first})
+            await hangs.aclose()
+            waiting = asyncio.create_task(text_of(client, ask(name="r2")))
+            await until(lambda: client.silent_s > 0.5)
+            assert client.state.phase is Phase.READY
+
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGCONT)
+            assert await waiting == "one two three"
+            await until(lambda: client.silent_s == 0)
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("mode", "error", "text"),
     [("fatal", CheckpointError, "shard 2 is cut short"), ("dies", EngineDeadError, "exit code 7")],

@@ -72,6 +72,34 @@ def test_health_has_the_context(served: Served):
     assert health.json()["choices"] == [{"name": "threads", "value": "1", "reason": "one core"}]
 
 
+def test_b120_an_engine_that_hangs_is_said_and_asked_no_more(served: Served):
+    limit = ServerSettings().stuck_s
+    try:
+        for silent, ok in ((0.0, True), (limit - 1, True), (limit + 1, False), (0.0, True)):
+            served.engine.silent_s = silent
+            health, metrics = served.http.get("/health"), served.http.get("/metrics").text
+            assert health.status_code == (200 if ok else 503)
+            assert health.json()["status"] == ("ok" if ok else "stuck")
+            assert values(metrics)["headrace_ready"] == ok
+            reply = served.chat()
+            assert reply.status_code == (200 if ok else 503)
+            if not ok:
+                assert health.json()["silent_s"] == silent
+                error = reply.json()["error"]
+                assert error["code"] == "engine_stuck"
+                assert f"{silent:.0f} s" in error["message"]
+                assert "--stuck-after" in error["message"]
+    finally:
+        served.engine.silent_s = 0.0
+
+
+def test_an_engine_may_be_waited_for_for_ever():
+    client = ScriptedClient(lambda request: say(request, ["ok"]))
+    client.silent_s = 1e9
+    with serving(create_app(client, ByteFrontend(), ServerSettings(stuck_s=0))) as base:
+        assert httpx.get(f"{base}/health").status_code == 200
+
+
 def test_health_and_metrics_agree_on_memory(served: Served):
     """The same numbers under the same names, of a mixture on a GPU too."""
     assert served.engine.info is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.errors import CheckpointError
+from headrace.core.errors import CheckpointError, DoesNotFitError
 
 # A private writable map counts against the commit limit, and Linux refuses one larger than RAM and
 # swap together, although a page costs memory only once it is written. This flag says so
@@ -28,6 +29,7 @@ class MappedFile:
 
     Raises:
         CheckpointError: the file cannot be opened or mapped.
+        DoesNotFitError: the system does not grant the address space.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,6 +39,11 @@ class MappedFile:
                 self.nbytes = os.fstat(file.fileno()).st_size
                 self.raw = _map(file.fileno(), self.nbytes)
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise DoesNotFitError(
+                    f"{path}: {error.strerror} for a map of its {self.nbytes / 1e6:,.1f} MB",
+                    hint="raise the limit on this process's memory (ulimit -v), or free memory",
+                ) from error
             raise CheckpointError(
                 f"{path}: cannot be read: {error.strerror or error}",
                 hint="check that the file exists and that you may read it",

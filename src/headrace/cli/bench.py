@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # Read by the loops: many last-level caches, of which two-socket machines have a quarter of a gigabyte.
 _READ_NBYTES = 4 << 30
 _READ_SHARE = 8  # at most this part of the memory that is free
-# One busy core of eight is worth a word: what it reads comes out of the same memory channels.
-_BUSY_PERCENT, _LOOK_S = 10.0, 0.5
 
 
 def add_parser(commands: Commands) -> None:
@@ -76,14 +74,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _note_busy() -> None:
-    """Say that other programs are at work: what they take is missing from every rate of the profile."""
-    import psutil
+    """Say that other programs are at work before the minute begins: it may be a bad one."""
+    from headrace.machine.disturbance import DISTURBED_SHARE, Watch
 
-    busy = psutil.cpu_percent(interval=_LOOK_S)
-    if busy > _BUSY_PERCENT:
+    busy = Watch().look()
+    if busy > DISTURBED_SHARE:
         note(
-            f"other programs keep {busy:.0f}% of the CPUs busy: rates will come out too low; measure again "
-            "on an idle machine"
+            f"other programs keep {busy:.0%} of the CPUs busy: what is measured beside them is too low"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.words import counted
+from headrace.machine.disturbance import disturbance_text
 from headrace.machine.profile import OVERLAPPED, MachineProfile, Rate
 
 # The table's order and words. Curves (names that end in _t<n>) are the picture's.
@@ -104,6 +105,9 @@ def print_table(profile: MachineProfile, peaks: Mapping[str, float]) -> None:
         console.print(
             f"best number of CPU threads{beside}: {profile.best_threads}", highlight=False
         )
+    disturbance = disturbance_text(profile.disturbed)
+    if disturbance is not None:
+        console.print(f"disturbed: {disturbance}", highlight=False)
 
 
 def lines_of_plot(profile: MachineProfile, *, color: bool = False) -> Iterator[str]:

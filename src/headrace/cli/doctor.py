@@ -15,6 +15,7 @@ from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
 from headrace.core.words import counted
+from headrace.machine.disturbance import disturbance_text
 from headrace.machine.probe import Machine, importable, probe_machine
 from headrace.machine.threads import ThreadChoice, choose_threads
 
@@ -156,6 +157,9 @@ def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]
         )
         said += "" if best is None else f"; best number of CPU threads {best}"
         found.append(("", said))
+        disturbance = disturbance_text(accounts.profile.disturbed)
+        if disturbance is not None:
+            found.append(("", f"disturbed: {disturbance}"))
     return found
 
 
@@ -224,6 +228,7 @@ def report(
             "measured_at": None if profile is None else profile.measured_at,
             "age_days": None if profile is None else age_days(profile),
             "best_threads": None if profile is None else profile.best_threads,
+            "disturbed": {} if profile is None else dict(profile.disturbed),
         },
         "kernels": dataclasses.asdict(kernels),
         "will_use": {

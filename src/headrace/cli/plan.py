@@ -12,7 +12,7 @@ from headrace.cli.flags import Commands, StoreOnce, add_command, whole_number
 from headrace.cli.outputs import check_output, writing
 from headrace.cli.progress import loading_progress
 from headrace.core.errors import ConfigError
-from headrace.core.kv_formats import FORMATS
+from headrace.core.kv_formats import DEFAULT_ON_CPU, DEFAULT_ON_GPU, FORMATS
 
 if TYPE_CHECKING:
     from headrace.core.config_library import BundledModel
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # What is planned for where nothing is said: a conversation that a desktop's model is used for.
 DEFAULT_CONTEXT, DEFAULT_PROMPT = 8192, 2048
-DEFAULT_KV, DEFAULT_KV_ON_CPU = "bf16", "f32"  # what the engine takes if nobody asks
 LIST, THIS, AUTO = "list", "this", "auto"
 
 
@@ -70,7 +69,7 @@ def add_parser(commands: Commands) -> None:
         "--kv-format",
         choices=(AUTO, *FORMATS),
         help="format of cached keys and values; auto: the smallest that is known to hold on the "
-        f"architecture (default: {DEFAULT_KV}, without a GPU {DEFAULT_KV_ON_CPU})",
+        f"architecture (default: {DEFAULT_ON_GPU}, {DEFAULT_ON_CPU} where the CPU computes)",
     )
     add("--compare", metavar="A,B,C", help="machines to put side by side, separated by commas")
     add("--picture", type=Path, metavar="FILE", help="write the memory layout as an SVG picture")
@@ -160,14 +159,16 @@ def _plan(args: argparse.Namespace, machine: str) -> Plan:
     context = args.context or min(DEFAULT_CONTEXT, spec.max_context)
     prompt = args.prompt or min(DEFAULT_PROMPT, max(1, context // 2))
     profile = read_machine(machine)
-    kv_format = args.kv_format or (DEFAULT_KV if profile.gpu else DEFAULT_KV_ON_CPU)
+    kv_format, kv_on_cpu = args.kv_format or DEFAULT_ON_GPU, ""
+    if args.kv_format is None:
+        kv_on_cpu = DEFAULT_ON_CPU
     if kv_format == AUTO:
         from headrace.core.kv_accuracy import smallest_that_holds
 
         # without residual scalars: nobody has calibrated a model that is not here
         kv_format, why = smallest_that_holds(spec.family, rank=0, usable=frozenset(FORMATS))
         spec = replace(spec, notes=(*spec.notes, f"--kv-format auto is {kv_format}: {why}"))
-    work = Workload(context, args.concurrency or 1, kv_format, prompt)
+    work = Workload(context, args.concurrency or 1, kv_format, prompt, kv_on_cpu)
     return make_plan(spec, profile, work)
 
 

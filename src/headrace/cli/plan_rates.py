@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.explain.units_text import amount
+from headrace.machine.disturbance import disturbance_text
 from headrace.machine.profile import MachineProfile, Rate
 
 THIS = "this"  # the name of a machine that was looked at and not measured
@@ -28,9 +29,13 @@ def rates_text(machine: MachineProfile) -> list[str]:
     looked = {n: rate for n, rate in rates.items() if rate.source.startswith("measured")}
     guessed = {n: rate for n, rate in rates.items() if rate.source.startswith("estimate")}
     if machine.measured_at:
-        said = [f"measured {machine.measured_at[:10]} by `headrace bench machine`"]
+        said = f"measured {machine.measured_at[:10]} by `headrace bench machine`"
         others = {n: rate for n, rate in rates.items() if n not in looked}
-        return [f"{said[0]}, but for {_listed(others)}"] if others else said
+        disturbance = disturbance_text(machine.disturbed)
+        return [
+            f"{said}, but for {_listed(others)}" if others else said,
+            *([] if disturbance is None else [f"disturbed: {disturbance}"]),
+        ]
     if machine.name != THIS:
         return [f"estimated, since nothing is published: {_listed(guessed)}"] if guessed else []
     said = [f"rough: {_listed(looked)} by a quick read just now"]

@@ -40,6 +40,7 @@ def record(
         "fits": plan.fits,
         "sequences_at_once": plan.at_once,
         "mode": layout.mode,
+        "kv_format": layout.kv_format,
         "short_nbytes": layout.short_nbytes,
         "layout": {"used": layout.used, "capacity": layout.capacity},
         "slots": layout.slots,

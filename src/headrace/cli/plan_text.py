@@ -119,7 +119,7 @@ def _head(plan: Plan) -> list[str]:
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
         *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
         *_labelled("rates", [line for text in rates_text(machine) for line in _wrapped(text)]),
-        *_labelled("for", [f"{tokens}{users}, KV cache in {work.kv_format}"]),
+        *_labelled("for", [f"{tokens}{users}, KV cache in {plan.layout.kv_format}"]),
     ]
 
 

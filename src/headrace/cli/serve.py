@@ -11,10 +11,12 @@ from headrace.cli.flags import (
     add_command,
     add_engine_flags,
     engine_config,
+    real_number,
     whole_number,
 )
 from headrace.cli.reporting import configure_logging, note
 from headrace.core.errors import ConfigError
+from headrace.server.settings import DEFAULT_STUCK_S
 
 DEFAULT_PORT = 8000
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -52,6 +54,14 @@ def add_parser(commands: Commands) -> None:
         default=[],
         metavar="ORIGIN",
         help="browser origin that may call the server, * for any; can be repeated",
+    )
+    add(
+        "--stuck-after",
+        type=real_number("--stuck-after"),
+        default=DEFAULT_STUCK_S,
+        metavar="SECONDS",
+        help="refuse requests, and say so in /health, while the engine has not ended a step for so long; 0: "
+        f"never (default: {DEFAULT_STUCK_S:g})",
     )
     add(
         "--max-batch-tokens",
@@ -120,6 +130,9 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.settings import ServerSettings
 
     settings = ServerSettings(
-        model_ids=tuple(args.model_name), api_key=api_key, cors_origins=tuple(args.cors_origin)
+        model_ids=tuple(args.model_name),
+        api_key=api_key,
+        cors_origins=tuple(args.cors_origin),
+        stuck_s=args.stuck_after,
     )
     return serve(config, settings, host=args.host, port=args.port)

@@ -93,6 +93,10 @@ class EngineDeadError(InternalError):
     """The engine process has ended; requests cannot be served."""
 
 
+class EngineStuckError(InternalError):
+    """The engine process is there and has not said anything for too long."""
+
+
 class EngineLoadingError(InternalError):
     """The engine is still loading the model."""
 
@@ -124,6 +128,7 @@ OUTCOMES: dict[type[BaseException], Outcome] = {
     DoesNotFitError: Outcome(3, 503, "server_error", "out_of_memory", "overloaded_error"),
     MachineError: Outcome(3, 503, "server_error", None, "api_error"),
     EngineLoadingError: Outcome(4, 503, "server_error", "loading", "overloaded_error"),
+    EngineStuckError: Outcome(4, 503, "server_error", "engine_stuck", "overloaded_error"),
     EngineDeadError: Outcome(4, 503, "server_error", "engine_dead", "api_error"),
     BaseException: Outcome(4, 500, "server_error", None, "api_error"),
 }

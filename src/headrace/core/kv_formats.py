@@ -22,6 +22,8 @@ MAX_RANK = 4
 # most one step of the largest E4M3 scale (448 g), so 16 * 448 g is never exceeded by heads up to 256.
 RESIDUAL_UNIT = 16.0
 MAX_HEAD_DIM = 256
+# What is taken where nobody chose one: what tensor cores multiply, and what activations are on a CPU.
+DEFAULT_ON_GPU, DEFAULT_ON_CPU = "bf16", "f32"
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,11 @@ class Computing:
         """Before the plan, or chunks of it, are computed or launched."""
         self._runner.begin(plan)
 
+    def take_back(self) -> None:
+        """The step that has begun last could not be launched, and is not computed: it begins again, changed
+        by what the one before it gives."""
+        self._runner.take_back()
+
     def compute(self, step: int, chunks: Sequence[ScheduledChunk], ranges: Ranges) -> StepOutput:
         """Run chunks and wait for what they give."""
         with self._lost_devices():

@@ -45,6 +45,7 @@ from headrace.engine.runner import Ranges, Runner
 from headrace.engine.sampler import SamplingState
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.scheduler_records import Finished
+from headrace.engine.scheduler_snapshot import scheduler_snapshot
 from headrace.engine.step_stats import stats_of
 from headrace.engine.text_stream import Piece, TextStream
 from headrace.engine.validate import validate_request
@@ -146,8 +147,8 @@ class Engine:
             self._forget(live)
 
     def has_work(self) -> bool:
-        """Whether ``step`` would return or compute something."""
-        return bool(self._pending) or self._scheduler.has_work()
+        """Whether ``step`` would return or compute something, or wait for a step that nobody needs."""
+        return bool(self._pending) or self._scheduler.has_work() or len(self._flights) > 0
 
     def watch_routing(self, observer: RoutingObserver | None) -> None:
         """Call ``observer(layer, expert ids int32 [tokens, k])`` at every mixture; None: stop.
@@ -185,7 +186,10 @@ class Engine:
     # ---- steps ----------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Run one iteration and return what it produced; [] when there is nothing to do.
+        """Run one iteration and return what it produced; [] when nothing is left to compute.
+
+        The call behind the one that gave the last answer waits for the step that was launched ahead of
+        it, if there is one, so that an idle engine has none on its way.
 
         Raises:
             EngineDeadError: a fault that is not one request's; every request is lost.
@@ -207,22 +211,10 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Gauges and counters of this moment."""
-        counters, pool = self._scheduler.counters, self._scheduler.tables.pool
-        return EngineSnapshot(
-            step=counters.steps,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            kv_blocks_total=pool.num_blocks,
-            kv_blocks_used=pool.num_owned,
-            kv_blocks_cached=pool.num_cached,
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-            prefix_query_tokens_total=counters.prefix_query_tokens,
-            prefix_hit_tokens_total=counters.prefix_hit_tokens,
+        return replace(
+            scheduler_snapshot(self._scheduler),
             requests_finished=dict(self._finished),
             requests_aborted_total=self._aborted,
-            preemptions_total=counters.preemptions,
-            steps_total=counters.steps,
             step_seconds_total=self._step_seconds,
             experts=None if self._experts is None else self._experts.snapshot(),
         )
@@ -241,6 +233,9 @@ class Engine:
     def _advance(self, outputs: list[Output]) -> None:
         """Handle the step on its way, with the next one behind it if that is certain; or one at once."""
         if not self._scheduler.has_work():
+            # Answers do not wait for a step behind them: the next call does, and so ends the work.
+            if not outputs:
+                self._flights.settle()
             return
         self._flights.settle()
         if not self._flights:

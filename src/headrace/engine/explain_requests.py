@@ -38,7 +38,7 @@ class ExplainRequests:
     def take(self, command: Explain) -> None:
         """Start watching; an idle engine runs steps of its own and answers at once."""
         if not self._engine.has_work():
-            self._answer(command, lambda: run_steps(self._engine, self._workload(command)))
+            self._answer_alone(command)
             return
         if self._watch is None:
             self._watch = Watch(self._engine)
@@ -52,9 +52,12 @@ class ExplainRequests:
             return
         idle, now = not self._engine.has_work(), time.monotonic()
         left: list[tuple[Explain, float]] = []
+        alone: list[Explain] = []
         for command, deadline in self._waiting:
             seen = sum(one.stats.phase == command.phase for one in watch.steps)
-            if seen >= command.steps or idle or now >= deadline:
+            if idle and not watch.steps:  # what was there to do was over
+                alone.append(command)
+            elif seen >= command.steps or idle or now >= deadline:
                 self._answer(command, lambda: watch)
             else:
                 left.append((command, deadline))
@@ -62,6 +65,12 @@ class ExplainRequests:
         if not left:
             watch.stop()
             self._watch = None
+        for command in alone:
+            self._answer_alone(command)
+
+    def _answer_alone(self, command: Explain) -> None:
+        """Answer by steps of an idle engine's own."""
+        self._answer(command, lambda: run_steps(self._engine, self._workload(command)))
 
     def _workload(self, command: Explain) -> Workload:
         context = self._engine.info.context

@@ -19,6 +19,7 @@ from headrace.engine.parts import EngineParts
 from headrace.engine.profiler import StepProfiler
 from headrace.experts.live import LiveExperts
 from headrace.explain import leaf
+from headrace.explain.advice import Room
 from headrace.explain.kernel_rates import ExpertPrice
 from headrace.explain.report import ExplainReport, Sample, explain
 from headrace.explain.running_cost import RunningModel, StepRows
@@ -186,7 +187,9 @@ def report_of(
         experts = experts_of(engine, sample, machine)
     except MachineError:  # nothing is predicted where a rate is missing
         experts = None
-    return explain(engine.info.model, sample, watch.model, machine, engine.info.threads, experts)
+    info, limits = engine.info, engine.parts.scheduler
+    room = Room(limits.num_blocks, limits.block_tokens, limits.num_first)
+    return explain(info.model, sample, watch.model, machine, info.threads, experts, room)
 
 
 def experts_of(engine: Explainable, sample: Sample, machine: MachineProfile) -> ExpertPrice | None:

@@ -99,12 +99,12 @@ class Flights:
             return
         flight = Flight(plan, begun_s, self._computing.profiler)
         flight.ranges.seconds["schedule"] = time.perf_counter() - begun_s
-        launched = False
         if self._computing.can_launch(plan):
             self._computing.begin(plan)
-            launched = self._launch(flight)
-        if not launched:
-            self._scheduler.drop_ahead()
+            if self._launch(flight):
+                return
+            self._computing.take_back()
+        self._scheduler.drop_ahead()
 
     def next(self) -> Flight:
         """The oldest step on its way, which is the caller's to wait for now (``Computing.land``)."""

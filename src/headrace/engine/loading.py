@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from headrace.checkpoint.open import open_checkpoint
 from headrace.checkpoint.records import Checkpoint, RawTensor
 from headrace.core.block_planes import PACKED_FORMATS
 from headrace.core.config import EngineConfig
-from headrace.core.errors import DoesNotFitError
+from headrace.core.errors import DoesNotFitError, HeadraceError
 from headrace.core.kv_formats import FORMATS
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
@@ -59,29 +60,30 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         HeadraceError: see ``Engine.load``.
     """
     start = time.perf_counter()
-    checkpoint = open_checkpoint(
-        config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
-    )
-    machine = with_profile(find_machine(config))
-    support = gpu_support(machine, checkpoint.spec, config.threads)
-    found = find_directions(config, checkpoint)
-    resolved = resolve(
-        config,
-        checkpoint.spec,
-        machine,
-        checkpoint.nbytes,
-        missing_kernels=registry.unavailable_reason("cpu"),
-        sizes=model_sizes(checkpoint),
-        gpu=support,
-        kv=kv_support(found, machine),
-    )
+    with _lack_of_memory_told():
+        checkpoint = open_checkpoint(
+            config.model, progress=progress, repair_nan_scales=config.repair_nan_scales
+        )
+        machine = with_profile(find_machine(config))
+        support = gpu_support(machine, checkpoint.spec, config.threads)
+        found = find_directions(config, checkpoint)
+        resolved = resolve(
+            config,
+            checkpoint.spec,
+            machine,
+            checkpoint.nbytes,
+            missing_kernels=registry.unavailable_reason("cpu"),
+            sizes=model_sizes(checkpoint),
+            gpu=support,
+            kv=kv_support(found, machine),
+        )
     for warning in resolved.warnings:
         log.warning("%s", warning)
     set_threads(resolved)
     device = open_device(resolved, machine)
     ops = registry.resolve(_backends(resolved))
     experts = ExpertPlace(resolved, device, support.known, progress)
-    try:
+    with _lack_of_memory_told(resolved):
         decoder = load_model(
             checkpoint,
             ops,
@@ -100,15 +102,7 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         )
         with experts.awake():
             graphs = capture_graphs(resolved, device, decoder, kv, progress)
-    except Exception as error:
-        if resolved.vram is None or not is_out_of_memory(error):
-            raise
-        raise DoesNotFitError(
-            f"GPU memory ran out while the model was loaded, against the plan: "
-            f"{resolved.vram.describe()}: {str(error).splitlines()[0]}",
-            hint="give a larger --vram-budget, or a smaller --context",
-        ) from error
-    tokenizer = load_tokenizer(checkpoint.text)
+        tokenizer = load_tokenizer(checkpoint.text)
     if progress is not None:
         progress("ready", 1.0)
     info = EngineInfo(
@@ -136,6 +130,31 @@ def load_parts(config: EngineConfig, progress: Progress | None = None) -> Engine
         graphs,
         experts.runtime,
     )
+
+
+@contextmanager
+def _lack_of_memory_told(resolved: Resolved | None = None) -> Generator[None]:
+    """Say in our terms that memory was not granted, whichever it was: a GPU's runs out beside a host's.
+
+    resolved: whose plan did not hold; None before there is one.
+    """
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        plan = None if resolved is None else resolved.vram if on_gpu else resolved.plan
+        against = "" if plan is None else f", against the plan: {plan.describe()}"
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DoesNotFitError(
+            f"{'GPU' if on_gpu else 'host'} memory ran out while the model was loaded{against}: {first}",
+            hint="give a larger --vram-budget, or a smaller --context"
+            if on_gpu
+            else "give a smaller --context or --ram-budget, or free memory",
+        ) from error
 
 
 # Set, it renumbers the GPUs that torch sees, and nvidia-smi lists them by their own numbers.

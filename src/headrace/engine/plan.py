@@ -168,11 +168,12 @@ def _with_chunks(
 
 
 def _check(spec: PlanSpec, workload: Workload) -> None:
-    if workload.kv_format not in KV_BITS:
-        raise ConfigError(
-            f"--kv-format is {workload.kv_format!r}; it must be one of {', '.join(KV_BITS)}",
-            param="--kv-format",
-        )
+    for given in (workload.kv_format, workload.kv_on_cpu or workload.kv_format):
+        if given not in KV_BITS:
+            raise ConfigError(
+                f"--kv-format is {given!r}; it must be one of {', '.join(KV_BITS)}",
+                param="--kv-format",
+            )
     if workload.context > spec.max_context:
         raise ConfigError(
             f"--context is {workload.context:,} tokens; {spec.name} was trained for at most "
@@ -230,22 +231,20 @@ def hit_rate(spec: PlanSpec, resident: float, engine: EngineModel) -> HitRate:
     return expected_hit_rate(spec.num_experts, spec.num_experts_per_token, resident, engine.policy)
 
 
-def placement_of(
-    layout: Layout, workload: Workload, hits: float, share: float, in_memory: float = 1.0
-) -> Placement:
+def placement_of(layout: Layout, hits: float, share: float, in_memory: float = 1.0) -> Placement:
     """The step's placement that a layout and a hit rate make.
 
     in_memory: look-ups that VRAM or host memory serves, where a part of the experts is on the disk.
     """
     if layout.mode == "cpu":
-        return Placement(gpu=False, kv_format=workload.kv_format)
+        return Placement(gpu=False, kv_format=layout.kv_format)
     if layout.mode == "vram":
-        return Placement(kv_format=workload.kv_format)
+        return Placement(kv_format=layout.kv_format)
     disk = 0.0
     if layout.mode == "disk":
         disk = (1 - in_memory) / (1 - hits) if hits < 1 else 0.0
     return Placement(
-        hit_rate=hits, fetch_share=share, disk_share=min(1.0, disk), kv_format=workload.kv_format
+        hit_rate=hits, fetch_share=share, disk_share=min(1.0, disk), kv_format=layout.kv_format
     )
 
 
@@ -275,7 +274,7 @@ def _decoding(
     prices = StepPrices(spec, shape, machine, engine)
 
     def decode(rate: float, share: float) -> StepTime:
-        return prices.at(placement_of(layout, workload, rate, share, kept))
+        return prices.at(placement_of(layout, rate, share, kept))
 
     share = 0.0
     if layout.mode in ("ram", "disk"):
@@ -346,7 +345,7 @@ def _chunk_time(
     """The step of one chunk; ``at``: tokens before it, and its own."""
     # A chunk of a prompt uses nearly all experts, so that shares of them are shares of look-ups.
     kept = min(1.0, layout.resident + layout.ram_share)
-    place = placement_of(layout, workload, layout.resident, 1.0, kept)
+    place = placement_of(layout, layout.resident, 1.0, kept)
     past, size = at
     shape = StepShape("prefill", 1, size, past)
 

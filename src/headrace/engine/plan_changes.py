@@ -76,8 +76,9 @@ def _changed(plan: Plan) -> Iterator[tuple[str, Callable[[], Plan]]]:
     if plan.layout.mode == "disk" and "disk_read" in machine.rates:
         yield "disk twice as fast", on(with_rate(machine, "disk_read", 2.0))
     for name in ("bf16", "fp8", "nvfp4k-fp8v"):
-        if KV_BITS[work.kv_format] > KV_BITS[name]:
-            yield f"KV cache in {name}", under(replace(work, kv_format=name))
+        if KV_BITS[plan.layout.kv_format] > KV_BITS[name]:
+            smaller = replace(work, kv_format=name, kv_on_cpu="")
+            yield f"KV cache in {name}", under(smaller)
     if work.concurrency > 1:
         fewer = work.concurrency // 2
         yield f"half the sequences ({fewer:,})", under(replace(work, concurrency=fewer))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from headrace.core.kv_formats import DEFAULT_ON_GPU
 from headrace.core.plan_spec import PlanSpec
 from headrace.core.step import PIECE_ROWS
 from headrace.engine import vram_plan
@@ -31,12 +32,17 @@ Mode = Literal["vram", "ram", "disk", "cpu", "none"]
 
 @dataclass(frozen=True)
 class Workload:
-    """What the plan is for. ``prompt`` tokens are prefilled for the time to the first token."""
+    """What the plan is for.
+
+    kv_format: of the cache; kv_on_cpu: of one that the CPU computes with, "" for the same
+    prompt: tokens that are prefilled for the time to the first token
+    """
 
     context: int
     concurrency: int = 1
-    kv_format: str = "bf16"
+    kv_format: str = DEFAULT_ON_GPU
     prompt: int = 2048
+    kv_on_cpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Layout:
     slots: experts that the cache in VRAM holds; resident: their share of all experts
     short: bytes that are missing, by tier, where ``mode`` is "none"; for "disk" what memory cannot hold
     chunk: tokens of a prompt's chunk at most
+    kv_format: of the KV cache
     """
 
     mode: Mode
@@ -56,6 +63,7 @@ class Layout:
     ram_share: float = 1.0
     short: dict[str, int] = field(default_factory=dict[str, int])
     chunk: int = CHUNK_TOKENS
+    kv_format: str = DEFAULT_ON_GPU
 
     @property
     def short_nbytes(self) -> int:
@@ -94,38 +102,67 @@ def lay_out(
     spec: PlanSpec, machine: MachineProfile, workload: Workload, chunk: int = CHUNK_TOKENS
 ) -> Layout:
     """Put the model on the machine. chunk: of prompts, where experts travel for each."""
+    found = None if machine.gpu is None else _on_gpu(spec, machine, workload, chunk)
+    return found or _without_gpu(spec, machine, workload)
+
+
+def _kv(spec: PlanSpec, workload: Workload, kv_format: str) -> dict[str, int]:
+    bits = KV_BITS[kv_format]
+    return {"KV cache": workload.concurrency * spec.kv_nbytes(workload.context, bits)}
+
+
+def _on_gpu(
+    spec: PlanSpec, machine: MachineProfile, workload: Workload, chunk: int
+) -> Layout | None:
+    """With what the GPU computes in its memory; None where that does not fit."""
+    assert machine.gpu is not None
     vram, ram = capacities(machine)
-    weights = spec.nbytes()
-    kv = workload.concurrency * spec.kv_nbytes(workload.context, KV_BITS[workload.kv_format])
-    fixed = {"KV cache": kv, "workspace": workspace_nbytes(spec, workload)}
+    weights, made = spec.nbytes(), workload.kv_format
+    fixed = _kv(spec, workload, made) | {"workspace": workspace_nbytes(spec, workload)}
     outside = {k: n for k, n in weights.items() if n and k not in ("experts", "embedding")}
     host = {"reserve": RESERVE_NBYTES}
     capacity = {"vram": vram, "ram": ram}
-    if machine.gpu is not None:
-        on_gpu = {**outside, **fixed, "reserve": VRAM_RESERVE_NBYTES}
-        # A tied embedding is the output head too, so it has to be where the head is computed.
-        table = {"embedding": weights["embedding"]}
-        on_host = {} if spec.tied else table
-        if spec.tied:
-            on_gpu |= table
-        everything = {**on_gpu, **table}
-        if spec.sparse:
-            everything["experts"] = weights["experts"]
-        if sum(everything.values()) <= vram:
-            return Layout("vram", {"vram": everything, "ram": host}, capacity, _experts(spec))
-        if spec.sparse:
-            shared = machine.gpu.unified
-            streamed = {**on_gpu, "workspace": workspace_nbytes(spec, workload, chunk)}
-            found = _offloaded(spec, streamed, {**on_host, **host}, capacity, shared=shared)
-            if found is not None:
-                return replace(found, chunk=chunk)
-    everything = {k: n for k, n in weights.items() if n} | fixed | host
+    on_gpu = {**outside, **fixed, "reserve": VRAM_RESERVE_NBYTES}
+    # A tied embedding is the output head too, so it has to be where the head is computed.
+    table = {"embedding": weights["embedding"]}
+    on_host = {} if spec.tied else table
+    if spec.tied:
+        on_gpu |= table
+    everything = {**on_gpu, **table}
+    if spec.sparse:
+        everything["experts"] = weights["experts"]
+    if sum(everything.values()) <= vram:
+        used = {"vram": everything, "ram": host}
+        return Layout("vram", used, capacity, _experts(spec), kv_format=made)
+    if not spec.sparse:
+        return None
+    streamed = {**on_gpu, "workspace": workspace_nbytes(spec, workload, chunk)}
+    shared = machine.gpu.unified
+    found = _offloaded(spec, streamed, {**on_host, **host}, capacity, shared=shared)
+    return None if found is None else replace(found, chunk=chunk, kv_format=made)
+
+
+def _without_gpu(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> Layout:
+    """All of it in host memory, computed by the CPU; or nowhere, and what is missing."""
+    vram, ram = capacities(machine)
+    made = workload.kv_on_cpu or workload.kv_format
+    weights = {k: n for k, n in spec.nbytes().items() if n}
+    fixed = {"workspace": workspace_nbytes(spec, workload), "reserve": RESERVE_NBYTES}
+    everything = weights | _kv(spec, workload, made) | fixed
+    capacity = {"vram": vram, "ram": ram}
     short = sum(everything.values()) - ram + system_lack(machine)
+    used = {"ram": everything}
     if short <= 0:
-        return Layout("cpu", {"ram": everything}, capacity, resident=0.0)
+        return Layout("cpu", used, capacity, resident=0.0, kv_format=made)
+    on_host = Layout("none", used, capacity, resident=0.0, short={"ram": short}, kv_format=made)
     if machine.gpu is None:
-        return Layout("none", {"ram": everything}, capacity, resident=0.0, short={"ram": short})
-    return _too_small(spec, everything, capacity, system_lack(machine))
+        return on_host
+    wanted = weights | _kv(spec, workload, workload.kv_format) | fixed
+    on_gpu = replace(
+        _too_small(spec, wanted, capacity, system_lack(machine)), kv_format=workload.kv_format
+    )
+    # A dense model wants everything in one of the two: the smaller lack counts.
+    return on_host if not spec.sparse and short < on_gpu.short_nbytes else on_gpu
 
 
 def fewer_at_once(spec: PlanSpec, machine: MachineProfile, workload: Workload) -> dict[int, Layout]:
@@ -167,10 +204,10 @@ def system_lack(machine: MachineProfile) -> int:
 def _too_small(
     spec: PlanSpec, everything: dict[str, int], capacity: dict[str, int], lack_nbytes: int
 ) -> Layout:
-    """What a model wants that fits nowhere, and what is missing; ``lack_nbytes``: by the system itself.
+    """What a model wants of a GPU and its host that it does not fit, and what is missing; ``lack_nbytes``:
+    by the system itself.
 
-    A mixture wants its experts in host memory and the rest in VRAM; a dense model wants everything in
-    one of the two, so the smaller lack counts.
+    A mixture wants its experts in host memory and the rest in VRAM, a dense model everything in VRAM.
     """
     gpu = {k: n for k, n in everything.items() if k not in ("experts", "reserve")}
     gpu["reserve"] = VRAM_RESERVE_NBYTES
@@ -185,10 +222,6 @@ def _too_small(
         "ram": max(0, sum(host.values()) - capacity["ram"] + lack_nbytes),
     }
     if not spec.sparse:
-        other = sum(everything.values()) - capacity["ram"] + lack_nbytes
-        if other < lack["vram"]:
-            short = {"ram": other}
-            return Layout("none", {"ram": everything}, capacity, resident=0.0, short=short)
         lack = {"vram": lack["vram"]}
     short = {tier: nbytes for tier, nbytes in lack.items() if nbytes}
     return Layout("none", {"vram": gpu, "ram": host}, capacity, resident=0.0, short=short)

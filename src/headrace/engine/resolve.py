@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.core.config import DEVICES, EXPERT_MODES, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
+from headrace.core.kv_formats import DEFAULT_ON_CPU
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
 from headrace.core.status import Choice
@@ -123,7 +124,7 @@ def _resolve_on_cpu(
     threads = choose_threads(machine.cpu, config.threads, measured=machine.measured_threads)
     chosen("threads", threads.threads, threads.reason)
     kv = choose_kv(
-        config, spec, host.kv, backend, ("f32", "activations are float32 on a CPU"), chosen
+        config, spec, host.kv, backend, (DEFAULT_ON_CPU, "activations are float32 on a CPU"), chosen
     )
     block_tokens = choose_block_tokens(config, chosen, sealed=kv.format.sealed)
     seqs, batch = batch_limits(

@@ -8,6 +8,7 @@ from typing import cast
 
 from headrace.core.config import PACKED, EngineConfig
 from headrace.core.errors import ConfigError, DoesNotFitError
+from headrace.core.kv_formats import DEFAULT_ON_GPU
 from headrace.core.model_sizes import ModelSizes
 from headrace.core.model_spec import ModelSpec
 from headrace.core.status import Choice
@@ -87,7 +88,7 @@ def resolve_on_gpu(
     )
     chosen("threads", threads.threads, threads.reason)
     dense = choose_dense_format(config, spec, sizes, chosen, backend)
-    default = ("bf16", "what tensor cores multiply")
+    default = (DEFAULT_ON_GPU, "what tensor cores multiply")
     if dense == "f32":
         default = ("f32", "as the matrices")
     kv = choose_kv(config, spec, kv_support, backend, default, chosen)

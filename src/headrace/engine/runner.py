@@ -113,6 +113,11 @@ class Runner:
         for source, target in plan.block_copies:
             copy_block(self._kv, source, target, self._open)
 
+    def take_back(self) -> None:
+        """The step of the last ``begin`` is not computed: another one of its number takes its place."""
+        if self._open is not None:
+            self._open.take_back()
+
     @torch.inference_mode()
     def compute(
         self,

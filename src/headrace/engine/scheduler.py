@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from bisect import insort
 
-from headrace.core.errors import ContextLengthError, InternalError, RequestError
+from headrace.core.errors import InternalError, RequestError
 from headrace.core.request import FinishReason, GenerationRequest
 from headrace.core.step import UNKNOWN, ScheduledChunk, StepOutput, StepPlan
 from headrace.engine.block_tables import BlockTables
 from headrace.engine.scheduler_records import Finished, SchedulerConfig, SchedulerCounters
 from headrace.engine.sequence import Group, Sequence
+from headrace.engine.validate import validate_length
 from headrace.experts.chunk_choice import next_chunk
 from headrace.kv.prefix import CacheSpace, PrefixCache
 
@@ -102,20 +103,7 @@ class Scheduler:
             )
         num_prompt = len(request.prompt_token_ids)
         limit = self.sequence_limit
-        if num_prompt >= limit:
-            small_pool = limit < self.config.context
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens here, and one of them "
-                f"has to be left for the answer. The prompt has {num_prompt} tokens.",
-                hint="shorten the prompt"
-                + (
-                    ", or raise --ram-budget: the KV pool is smaller than the context"
-                    if small_pool
-                    else ", or start with a larger --context"
-                ),
-                param="messages",
-                code="context_length_exceeded",
-            )
+        validate_length(num_prompt, limit, self.config.context)
         group = Group(request, CacheSpace(salt=request.cache_salt, kv=self.config.kv_key))
         self._groups[request.request_id] = group
         wanted = request.sampling.max_tokens

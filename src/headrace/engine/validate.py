@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.core.errors import RequestError
+from headrace.core.errors import ContextLengthError, RequestError
 from headrace.core.request import GenerationRequest, SamplingParams
 
 # Both from OpenAI's API reference (chat completions: n, top_logprobs); a bound of some kind is
@@ -14,6 +14,31 @@ MAX_LOGPROBS = 20
 # Also OpenAI's: presence_penalty and frequency_penalty, logit_bias.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+
+
+def validate_length(num_prompt: int, limit: int, context: int) -> None:
+    """Refuse a prompt that leaves no room for one token of answer.
+
+    Args:
+        limit: tokens that a sequence may hold here; context: that the model may see.
+
+    Raises:
+        ContextLengthError: it has ``limit`` tokens or more.
+    """
+    if num_prompt < limit:
+        return
+    raise ContextLengthError(
+        f"This model's maximum context length is {limit} tokens here, and one of them "
+        f"has to be left for the answer. The prompt has {num_prompt} tokens.",
+        hint="shorten the prompt"
+        + (
+            ", or raise --ram-budget: the KV pool is smaller than the context"
+            if limit < context
+            else ", or start with a larger --context"
+        ),
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 def validate_request(request: GenerationRequest, vocab: int) -> None:

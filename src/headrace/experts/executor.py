@@ -12,14 +12,14 @@ fetched; ``cpu``: there are no slots; ``hybrid``: misses are split between PCIe 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.core.errors import ConfigError, DeviceLostError, MachineError, WorkerLostError
+from headrace.core.errors import ConfigError
 from headrace.experts.cache_policy import value_constants
+from headrace.experts.kept_service import KeptService, ServiceFactory
 from headrace.experts.paths import ExpertCounts, ExpertPaths
 from headrace.experts.placement import Placement, most_fetched
 from headrace.experts.plan_oracle import PlanShape
@@ -27,21 +27,12 @@ from headrace.experts.split import PathRates, split_table
 from headrace.experts.store import HostStore
 from headrace.experts.stream import StreamPrefill
 from headrace.machine.device import Device
-from headrace.ops.expert_records import (
-    ExpertFault,
-    ExpertService,
-    RouterView,
-    Rows,
-    ServiceStats,
-)
-
-log = logging.getLogger(__name__)
+from headrace.ops.expert_records import ExpertService, RouterView, Rows
 
 # Tokens of a step that is guessed: what was measured. The kernels take more.
 FORESEEN_TOKENS = 1
 
 Prefill = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-ServiceFactory = Callable[[], ExpertService]
 
 
 @dataclass(frozen=True)
@@ -103,9 +94,8 @@ class HybridExecutor:
 
     Args:
         paths: the steps of a layer, ``GpuPaths`` or ``HostPaths``.
-        service: the running CPU service that ``paths`` asks, or None.
-        block: its request block, uint8.
-        new_service: makes another on the same, zeroed block after a failure.
+        block: the request block by which ``paths`` ask a CPU service, uint8; None: they ask nobody.
+        new_service: makes a service on it, again after a failure.
         prefill: what serves more than ``shape.max_tokens`` tokens.
     """
 
@@ -127,11 +117,7 @@ class HybridExecutor:
             device.reads_pageable or store.pinned(layer) for layer in range(store.num_layers)
         ]
         self.table: tuple[int, ...] = ()  # of layers that can be fetched
-        self._past = ServiceStats(0, 0, 0, 0.0)  # of services that were replaced
         self._prefill = prefill
-        self._block = block
-        self._new_service = new_service
-        self.service: ExpertService | None = None
         self._side = device.stream()
         self._fork, self._join = device.event(), device.event()
         # Whether a layer is guessed as soon as PCIe rests in the one before, or at its own begin.
@@ -148,10 +134,10 @@ class HybridExecutor:
         self._foreseen = -1  # the layer that was guessed early
         self._after: tuple[int, torch.Tensor, torch.Tensor | None] | None = None
         self._fetches = self.plan_shape.max_fetch > 0
-        self._failed = False
-        self.num_restarts = 0
+        self._kept: KeptService | None = None
         if new_service is not None:
-            self._start_service()
+            assert block is not None
+            self._kept = KeptService(device, block, new_service)
 
     def __call__(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -331,9 +317,9 @@ class HybridExecutor:
         return self._with_service(self.paths.counts())
 
     def _with_service(self, found: ExpertCounts) -> ExpertCounts:
-        if self.service is None:
+        if self._kept is None:
             return found
-        all_of_them = self._past + self.service.stats()
+        all_of_them = self._kept.stats()
         return replace(
             found,
             cpu_nbytes=found.cpu_nbytes + all_of_them.nbytes,
@@ -350,17 +336,24 @@ class HybridExecutor:
         return PromptSlices(self._prefill.hit, self._prefill.fetched, self._prefill.on_cpu)
 
     @property
+    def service(self) -> ExpertService | None:
+        """The CPU's, if there is one."""
+        return None if self._kept is None else self._kept.service
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that the CPU's service was started anew after a failure."""
+        return 0 if self._kept is None else self._kept.num_restarts
+
+    @property
     def service_works(self) -> bool:
         """Whether the next step can begin with the service as it is, or needs none."""
-        if self.service is None:
-            return True
-        asked = self.service.fault() is not ExpertFault.NONE
-        return not (self._failed or asked) and self.service.running()
+        return self._kept is None or self._kept.works
 
     def wake(self) -> None:
         """Wake the CPU's threads for a step behind one that has not ended yet."""
-        if self.service is not None:
-            self.service.wake()
+        if self._kept is not None:
+            self._kept.wake()
 
     def step_begins(self, num_tokens: int) -> None:
         """Wake the CPU's threads; replace a service that failed.
@@ -370,11 +363,8 @@ class HybridExecutor:
         """
         if isinstance(self._prefill, StreamPrefill):
             self._prefill.settle()
-        if self.service is None:
-            return
-        if not self.service_works:  # a prompt's part was not answered, too
-            self._restart_service()
-        self.service.wake()
+        if self._kept is not None:
+            self._kept.begin()
 
     def step_ended(self) -> None:
         """Check that the CPU answered every request of the step.
@@ -382,44 +372,11 @@ class HybridExecutor:
         Raises:
             WorkerLostError: it did not; the step's results are not to be used.
         """
-        if self._block is None or self.service is None:
-            return
-        fault = self.service.fault()
-        if fault is ExpertFault.NONE:
-            return
-        self._failed = True
-        raise WorkerLostError(
-            f"experts on the CPU: {fault.meaning}",
-            hint="the request can be sent again; the CPU's threads are started anew",
-        )
+        if self._kept is not None:
+            self._kept.check()
 
     def close(self) -> None:
         """End the service and give the store's memory back."""
-        if self.service is not None:
-            service, self.service = self.service, None
-            service.stop()
+        if self._kept is not None:
+            self._kept.stop()
         self.store.close()
-
-    def _start_service(self) -> None:
-        assert self._block is not None
-        assert self._new_service is not None
-        self._block.zero_()
-        self.service = self._new_service()
-        self.service.start()
-
-    def _restart_service(self) -> None:
-        assert self.service is not None
-        log.warning(
-            "the CPU's experts failed (%s); starting them anew", self.service.fault().meaning
-        )
-        try:
-            self.service.stop()
-        except MachineError as error:
-            raise DeviceLostError(
-                f"experts on the CPU: {error.message}", hint="restart the server"
-            ) from error
-        self.device.synchronize()
-        self._past += self.service.stats()
-        self._start_service()
-        self._failed = False
-        self.num_restarts += 1

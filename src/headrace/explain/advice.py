@@ -33,10 +33,32 @@ FEW_BITS = (
 
 
 @dataclass(frozen=True)
+class Room:
+    """The pool of KV blocks. num_first: those that may be the first of a sequence, None for all."""
+
+    num_blocks: int
+    block_tokens: int
+    num_first: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_tokens
+
+    def times(self, rows: StepRows) -> int:
+        """How many times as many sequences like those of a step it holds, when they share nothing."""
+        blocks = sum(-(-(cached + new) // self.block_tokens) for new, cached in rows.sequences)
+        found = self.num_blocks // blocks
+        if self.num_first is not None:
+            found = min(found, self.num_first // len(rows.sequences))
+        return max(found, 1)
+
+
+@dataclass(frozen=True)
 class Calibrated:
     """A measured step: its classes' seconds beside their work, and what no class explains.
 
     experts: what those in host memory should take on a machine, None without such.
+    room: bounds batches; None where it is not known.
     """
 
     model: RunningModel
@@ -45,6 +67,13 @@ class Calibrated:
     measured: Mapping[str, float]
     step_s: float
     experts: ExpertPrice | None = None
+    room: Room | None = None
+
+    @property
+    def most_times(self) -> int | None:
+        """Times as many sequences as the KV pool holds; None where nothing bounds ``BATCHES``."""
+        times = None if self.room is None else self.room.times(self.rows)
+        return None if times is None or times >= BATCHES[-1] else times
 
     def seconds(
         self, rows: StepRows, change: Callable[[str, ClassWork], Work] | None = None
@@ -147,7 +176,11 @@ class BatchGain:
 
 
 def batching(step: Calibrated, batches: tuple[int, ...] = BATCHES) -> list[BatchGain]:
-    """Steps of several sequences like the measured ones."""
+    """Steps of several times the sequences: those of ``batches`` that the KV pool holds, and the most that it
+    does. Empty where it holds no more."""
+    most = step.most_times
+    if most is not None:
+        batches = tuple(sorted({b for b in batches if b < most} | ({most} - {1})))
     gains: list[BatchGain] = []
     for batch in batches:
         rows = StepRows(step.rows.sequences * batch, step.rows.sampled * batch)

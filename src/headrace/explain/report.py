@@ -17,6 +17,7 @@ from headrace.explain import advice, leaf
 from headrace.explain.cost import BYTE_RATES, Work, price
 from headrace.explain.kernel_rates import ExpertPrice, predict
 from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
+from headrace.machine.disturbance import disturbance_text
 from headrace.machine.profile import MachineProfile
 
 # Hardware that can be doubled, and the rates that double with it.
@@ -116,12 +117,14 @@ def explain(
     machine: MachineProfile,
     threads: int | None = None,
     experts: ExpertPrice | None = None,
+    room: advice.Room | None = None,
 ) -> ExplainReport:
     """Work out the report.
 
     Args:
         threads: that computed, None where it is not known.
         experts: what those in host memory should take on a machine.
+        room: of the KV pool, which bounds how many more sequences are advised; None where not known.
 
     Raises:
         InternalError: the sample is empty.
@@ -152,7 +155,7 @@ def explain(
         )
         for i in sorted(seconds, key=lambda i: -seconds[i])
     ]
-    step = advice.Calibrated(model, sample.rows, machine, seconds, step_s, experts)
+    step = advice.Calibrated(model, sample.rows, machine, seconds, step_s, experts, room)
     tokens = sample.rows.tokens
     try:
         offloaded = None if experts is None else experts(machine)
@@ -190,6 +193,9 @@ def _doubts(
             "Floors come from rough rates taken just now, beside whatever else runs here; `headrace bench "
             "machine` measures them."
         )
+    disturbance = disturbance_text(machine.disturbed)
+    if disturbance is not None:
+        lines.append(f"The machine's profile was disturbed: {disturbance}.")
     # as printed: three digits
     below = [row for row in rows if row.ratio is not None and row.ratio < 0.9995]
     read = [row.id for row in below if row.bound in BYTE_RATES]
@@ -340,17 +346,33 @@ def _software(step: advice.Calibrated) -> list[Change]:
     return [change for change in changes if abs(change.gain - 1) > WORTH_SAYING]
 
 
+def _batching(step: advice.Calibrated) -> str:
+    """What more sequences would give, as far as the KV pool holds them."""
+    gains, most = advice.batching(step), step.most_times
+    full = ""
+    if most is not None and step.room is not None:
+        longest = max(new + cached for new, cached in step.rows.sequences)
+        full = (
+            f"the KV pool of {counted(step.room.num_tokens, 'token', form=',')} holds "
+            f"{counted(most * len(step.rows.sequences), 'sequence')} of {longest:,} (`headrace serve "
+            "--kv-tokens` sets its size)"
+        )
+    if not gains:
+        return f"Batching: {full}."
+    best = max(gains, key=lambda gain: gain.tokens_per_s)
+    now = step.rows.tokens / step.step_s
+    line = (
+        f"Batching: {best.batch} times the sequences give {best.tokens_per_s / now:.1f} times the "
+        f"tokens, each sequence {now * best.batch / best.tokens_per_s:.1f} times slower."
+    )
+    return f"{line} No more fit: {full}." if full and best.batch == most else line
+
+
 def _advice(step: advice.Calibrated) -> list[str]:
     lines: list[str] = []
     if step.rows.decode:
         lines.append(advice.speculation(step).text())
-        gains = advice.batching(step)
-        best = max(gains, key=lambda gain: gain.tokens_per_s)
-        now = step.rows.tokens / step.step_s
-        lines.append(
-            f"Batching: {best.batch} times the sequences give {best.tokens_per_s / now:.1f} times the "
-            f"tokens, each sequence {now * best.batch / best.tokens_per_s:.1f} times slower."
-        )
+        lines.append(_batching(step))
     moe = step.model.spec.moe
     if moe is not None and step.model.misses_of_twice_the_slots is not None:
         need = advice.offloaded_break_even(moe.num_experts, moe.num_experts_per_token)

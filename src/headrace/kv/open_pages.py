@@ -63,6 +63,13 @@ class OpenPages:
         for block in list(self._full):
             self._drop(block)
 
+    def take_back(self) -> None:
+        """The step that was begun last is not computed: the pages that it would have sealed stay open.
+
+        Whoever gets such a block next fills it, and would lose its rows with the step behind.
+        """
+        self._full.clear()
+
     def begin(self) -> None:
         """Start computing a step, or some of its chunks, again or for the first time."""
         self._next_shared = 0

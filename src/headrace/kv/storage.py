@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 
 import torch
@@ -185,8 +186,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of torch or Python says that memory was not granted."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # torch's host allocator raises a plain RuntimeError; its two wordings (c10/core/CPUAllocator)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM  # a file could not be mapped
+    # torch's host allocator raises a plain RuntimeError, with either of two wordings
+    # (c10/core/CPUAllocator); CUDA says the last where it does not get pages to lock.
     text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "not enough memory" in text
-    )
+    wordings = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(wording in text for wording in wordings)

@@ -23,6 +23,7 @@ MACHINE_PROFILE_VERSION = 2
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Unit = Literal["GB/s", "GFLOP/s", "s"]
 
@@ -103,6 +104,8 @@ class MachineProfile:
 
     ``best_threads``: for the CPU's part beside this GPU, None if not measured. ``measured_at``: UTC, ISO
     8601, empty for catalogued machines. ``gpu`` and ``link`` are None on a machine without a GPU.
+    ``disturbed``: the groups of measurements during which other programs kept more than a tenth of the CPUs
+    busy, and the share that they had: what was measured then is too low.
     """
 
     name: Text
@@ -113,6 +116,7 @@ class MachineProfile:
     rates: Mapping[str, Rate] = field(default_factory=dict[str, Rate])
     best_threads: Count | None = None
     measured_at: str = ""
+    disturbed: Mapping[str, Share] = field(default_factory=dict[str, Share])
     version: int = MACHINE_PROFILE_VERSION
 
     def to_json(self) -> str:

@@ -47,6 +47,11 @@ class EngineClient(Protocol):
         """The newest gauges and counters; all zero before the first step."""
         ...
 
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has said nothing though it owes an answer; 0 while it owes none."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run ``request`` and yield what its sequences gain, until the last delta (with usage).
 

@@ -21,14 +21,15 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """
     listed = [message.model_dump(exclude_unset=True) for message in messages]
     for number, message in enumerate(listed):
-        if "content" in message:
-            message["content"] = text_of_content(message["content"], f"messages[{number}]")
-        elif message["role"] != "assistant":  # whose tool calls may stand alone
+        if message.get("content") is None and message["role"] != "assistant":
+            # Only an answer's tool calls may stand alone.
             raise RequestError(
                 f"messages[{number}] ({message['role']}) has no content",
                 hint="give it a text, or leave the message out",
                 param=f"messages.{number}.content",
             )
+        if "content" in message:
+            message["content"] = text_of_content(message["content"], f"messages[{number}]")
     return listed
 
 

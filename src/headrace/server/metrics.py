@@ -99,9 +99,17 @@ class Metrics:
         return observe
 
     def render(
-        self, snapshot: EngineSnapshot, state: EngineState, info: EngineInfo | None = None
+        self,
+        snapshot: EngineSnapshot,
+        state: EngineState,
+        info: EngineInfo | None = None,
+        *,
+        stuck: bool = False,
     ) -> bytes:
-        """Return the text of ``/metrics`` after taking in ``snapshot``; ``info`` once it is there."""
+        """Return the text of ``/metrics`` after taking in ``snapshot``; ``info`` once it is there.
+
+        stuck: the engine is alive and has said nothing for too long.
+        """
         for name, counter in self._counters.items():
             advance(counter, name, getattr(self._last, name), getattr(snapshot, name))
         for reason, total in snapshot.requests_finished.items():
@@ -116,6 +124,6 @@ class Metrics:
                 for purpose, nbytes in purposes.items():
                     self._memory.labels(memory, purpose).set(nbytes if alive else 0)
         self._experts.take(snapshot.experts, alive=alive)
-        self._ready.set(1 if alive else 0)
+        self._ready.set(1 if alive and not stuck else 0)
         self._last = snapshot
         return generate_latest(self.registry)

@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -85,6 +86,8 @@ class ProcessClient:
         self.settled = asyncio.Event()  # set when loading has ended, in either way
         self._open: dict[str, asyncio.Queue[OutputDelta | HeadraceError]] = {}
         self._explaining: dict[str, asyncio.Future[Explained]] = {}
+        self._heard_s = 0.0  # the engine last said something, or was asked and owed nothing before
+        self._unanswered = False  # a command that nothing has been heard since
         self._closing = False
         # spawn: a fork would copy this process's threads and locks in whatever state they are.
         self._context = multiprocessing.get_context("spawn")
@@ -117,6 +120,16 @@ class ProcessClient:
         """The child's process id; None before ``start``."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def silent_s(self) -> float:
+        """See ``EngineClient.silent_s``. An engine that works says something after each step: tokens, or
+        that it has counted one."""
+        return time.monotonic() - self._heard_s if self._owes else 0.0
+
+    @property
+    def _owes(self) -> bool:
+        return bool(self._unanswered or self._open or self._explaining)
+
     def progress(self, stage: str, fraction: float) -> None:
         """Take in how far loading is; also for what happens before the child is started."""
         if self.state.phase is Phase.LOADING:
@@ -126,8 +139,8 @@ class ProcessClient:
         """See ``EngineClient.generate``."""
         require_ready(self)
         arrived: asyncio.Queue[OutputDelta | HeadraceError] = asyncio.Queue()
-        self._open[request.request_id] = arrived
         self._send(Submit(request))
+        self._open[request.request_id] = arrived
         try:
             while True:
                 item = await arrived.get()
@@ -146,8 +159,8 @@ class ProcessClient:
         """See ``EngineClient.explain``."""
         require_ready(self)
         answer: asyncio.Future[Explained] = self._loop.create_future()
-        self._explaining[command.request_id] = answer
         self._send(command)
+        self._explaining[command.request_id] = answer
         try:
             return await answer
         finally:
@@ -155,8 +168,9 @@ class ProcessClient:
 
     def cancel(self, request_id: str) -> None:
         """See ``EngineClient.cancel``."""
-        if self._open.pop(request_id, None) is not None:
+        if request_id in self._open:
             self._send(Cancel(request_id))
+            del self._open[request_id]
 
     async def close(self) -> None:
         """End the child: ask, then insist. Open requests fail; returns when the child has ended."""
@@ -177,6 +191,9 @@ class ProcessClient:
 
     def _send(self, command: Command) -> None:
         if self.state.phase is not Phase.DEAD:
+            if not self._owes:
+                self._heard_s = time.monotonic()
+            self._unanswered = True
             self._commands.put(command)
 
     def _read(self) -> None:
@@ -205,6 +222,7 @@ class ProcessClient:
             log.debug("a message of the engine came after the server's end")
 
     def _on_event(self, event: Event) -> None:
+        self._heard_s, self._unanswered = time.monotonic(), False
         match event:
             case Outputs(items):
                 for item in items:

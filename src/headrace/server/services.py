@@ -15,7 +15,13 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.core.errors import EngineDeadError, EngineLoadingError, InternalError, RequestError
+from headrace.core.errors import (
+    EngineDeadError,
+    EngineLoadingError,
+    EngineStuckError,
+    InternalError,
+    RequestError,
+)
 from headrace.core.request import FinishReason, GenerationRequest, OutputDelta
 from headrace.core.status import EngineInfo
 from headrace.server.client import EngineClient, require_ready
@@ -46,14 +52,26 @@ class Services:
         Raises:
             EngineLoadingError: one of them is not loaded yet.
             EngineDeadError: the engine has ended.
+            EngineStuckError: it has said nothing for too long.
         """
         info = require_ready(self.client)
+        if self.stuck:
+            raise EngineStuckError(
+                f"the engine has said nothing for {self.client.silent_s:.0f} s (--stuck-after "
+                f"{self.settings.stuck_s:g})",
+                hint="it may hang: restart the server; or its steps take as long: raise --stuck-after",
+            )
         if self.frontend is None:
             raise EngineLoadingError(
                 "the tokenizer is still loading",
                 hint="retry in a moment; GET /health answers 200 once the model is ready",
             )
         return info, self.frontend
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the engine owes an answer and has been silent for too long."""
+        return 0 < self.settings.stuck_s < self.client.silent_s
 
     def model_ids(self, info: EngineInfo) -> tuple[str, ...]:
         """Return the names that requests may use; replies carry the first."""

@@ -45,7 +45,10 @@ def status_router(services: Services) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         text = services.metrics.render(
-            services.client.snapshot, services.client.state, services.client.info
+            services.client.snapshot,
+            services.client.state,
+            services.client.info,
+            stuck=services.stuck,
         )
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -80,6 +83,8 @@ def _health(services: Services) -> tuple[int, dict[str, Any]]:
     if state.phase is Phase.LOADING or info is None or services.frontend is None:
         stage = state.stage if state.phase is Phase.LOADING else "tokenizer"
         return 503, {"status": "loading", "stage": stage, "fraction": round(state.fraction, 4)}
+    if services.stuck:
+        return 503, {"status": "stuck", "silent_s": round(services.client.silent_s, 1)}
     snapshot = services.client.snapshot
     experts = snapshot.experts
     return 200, {

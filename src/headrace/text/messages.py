@@ -30,7 +30,7 @@ def normalise_messages(
 
     Args:
         messages: as in the chat-completions API: ``role``, ``content`` (string, list of text parts
-            or null), and fields such as ``tool_calls`` and ``name``, which are kept.
+            or, for an assistant, null), and fields such as ``tool_calls`` and ``name``, which are kept.
         has_developer_role: the template knows the role ``developer``; else it becomes ``system``.
 
     Raises:
@@ -55,7 +55,7 @@ def _message(message: object, where: str, has_developer_role: bool) -> Message:
         )
     if role == "developer" and not has_developer_role:
         result["role"] = "system"
-    if "content" not in result and role != "assistant":
+    if result.get("content") is None and role != "assistant":
         raise RequestError(f"{where}.content is missing", param="messages")
     result["content"] = text_of_content(result.get("content"), where)
     if result.get("tool_calls") is not None:

@@ -127,18 +127,26 @@ def test_png_without_matplotlib_is_refused_before_the_measurement(
     assert "printed as text" in err
 
 
-@pytest.mark.parametrize(("percent", "told"), [(50.0, True), (3.0, False)])
+@pytest.mark.parametrize(("share", "told"), [(0.5, True), (0.03, False)])
 def test_a_busy_machine_is_said(
-    percent: float,
+    share: float,
     told: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
+    monkeypatch.setattr("headrace.machine.disturbance.Watch.look", lambda self: share)
     assert run(monkeypatch, tmp_path) == 0
     err = capsys.readouterr().err
     assert ("other programs keep 50% of the CPUs busy" in err) == told
+
+
+def test_a_disturbed_profile_says_so_in_its_report(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_report.print_table(PROFILE, {})
+    assert "disturbed" not in capsys.readouterr().out
+    bench_report.print_table(replace(PROFILE, disturbed={"PCIe": 0.42}), {})
+    out = " ".join(capsys.readouterr().out.split())
+    assert "disturbed: other programs kept 42% of the CPUs busy during PCIe" in out
 
 
 def test_only_what_is_there_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:

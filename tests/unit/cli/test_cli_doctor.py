@@ -130,6 +130,17 @@ def test_memory_of_both_kinds_and_the_profile(host: Path) -> None:
     assert data["pinned_memory"]["limit_nbytes"] == 24 * 10**9
     assert data["profile"]["best_threads"] == 7
     assert round(data["profile"]["age_days"]) == 3
+    assert "disturbed" not in text
+    assert data["profile"]["disturbed"] == {}
+    busy = dataclasses.replace(
+        accounts, profile=dataclasses.replace(profile, disturbed={"CPU experts": 0.31})
+    )
+    rows = doctor.lines(seen, choose_threads(machine.cpu), BUILT, busy)
+    assert any(
+        text.startswith("disturbed: other programs kept 31% of the CPUs") for _, text in rows
+    )
+    data = doctor.report(seen, choose_threads(machine.cpu), BUILT, busy)
+    assert data["profile"]["disturbed"] == {"CPU experts": 0.31}
 
 
 def test_without_a_profile_it_says_how_to_get_one(

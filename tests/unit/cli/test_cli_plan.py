@@ -94,7 +94,8 @@ def test_a_picture_marks_what_is_there_where_more_is_asked_for(tmp_path, capsys)
 
 def make_plan_of(model: str, machine: str) -> Layout:
     spec = bundled_model(model).spec()
-    return make_plan(spec, known_machine(machine), Workload(8192)).layout
+    work = Workload(8192, kv_on_cpu="f32")
+    return make_plan(spec, known_machine(machine), work).layout
 
 
 def test_a_folder_and_a_profile(tmp_path, capsys):
@@ -138,6 +139,13 @@ def test_the_cache_is_planned_in_the_format_that_the_engine_takes(capsys):
     assert "K KV cache         1.1 GB" in text
     text = said(capsys, "llama-3-8b", "--machine", "ddr5-6000-dual", "--kv-format", "bf16")
     assert "K KV cache         1.1 GB" in text
+    # 141 GB of weights stay in host memory beside a GPU of 24: 2 x 80 x 8 x 128 x 4 bytes x 8,192 tokens
+    beside = ("llama-3.1-70b", "--machine", "rtx-3090+ddr5-6000-dual+ram=192GiB")
+    text = said(capsys, *beside)
+    assert "KV cache in f32" in text
+    assert "K KV cache         5.4 GB" in text
+    assert json.loads(said(capsys, *beside, "--json"))["kv_format"] == "f32"
+    assert "KV cache in fp8" in said(capsys, *beside, "--kv-format", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -435,6 +443,8 @@ def test_measured_and_estimated_rates_are_told_apart():
     assert told.startswith(
         "measured 2026-11-29 by `headrace bench machine`, but for GPU memory 896 GB/s"
     )
+    busy = complete(replace(profile, disturbed={"PCIe": 0.2}))
+    assert rates_text(busy)[1].startswith("disturbed: other programs kept 20% of the CPUs busy")
     (estimated,) = rates_text(known_machine("rubin-cpx"))
     assert estimated.startswith("estimated, since nothing is published: GPU memory 2 TB/s (third")
 

@@ -31,19 +31,30 @@ def test_defaults_are_loopback_and_open(served: list[dict[str, Any]]) -> None:
     (call,) = served
     assert (call["host"], call["port"]) == ("127.0.0.1", 8000)
     assert call["settings"].api_key is None
+    assert call["settings"].stuck_s == 600
     assert call["config"].model == "toy"
 
 
 def test_flags(served: list[dict[str, Any]]) -> None:
     flags = ["--host", "::1", "--port", "0", "--api-key", "k", "--model-name", "a"]
     flags += ["--model-name", "b", "--cors-origin", "*", "--max-num-seqs", "4"]
-    flags += ["--max-batch-tokens", "256", "--kv-tokens", "4096", "--context", "512"]
+    flags += [
+        "--stuck-after",
+        "90.5",
+        "--max-batch-tokens",
+        "256",
+        "--kv-tokens",
+        "4096",
+        "--context",
+        "512",
+    ]
     assert main(["serve", "toy", *flags]) == 0
     (call,) = served
     settings, config = call["settings"], call["config"]
     assert (call["host"], call["port"]) == ("::1", 0)
     assert (settings.api_key, settings.model_ids) == ("k", ("a", "b"))
     assert settings.cors_origins == ("*",)
+    assert settings.stuck_s == 90.5
     assert (config.max_num_seqs, config.max_batch_tokens) == (4, 256)
     assert (config.kv_tokens, config.context) == (4096, 512)
 

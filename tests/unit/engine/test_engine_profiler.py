@@ -106,6 +106,11 @@ def test_reports_of_both_phases(engine: Engine):
     assert any(line.startswith("Drafting") for line in decode.advice)
     # Nothing is offloaded here: all experts are where they are computed.
     assert not any("1 - 4/32" in line for line in decode.advice)
+    # Each sequence has 22 tokens in the middle step; the pool bounds how many times two of them fit.
+    limits = engine.parts.scheduler
+    blocks = 2 * -(-(decode.context + 1) // limits.block_tokens)
+    (batching,) = (line for line in decode.advice if line.startswith("Batching"))
+    assert ("KV pool" in batching) == (limits.num_blocks // blocks < 16)
     prefill = report_of(engine, watch, "prefill", machine())
     assert prefill is not None
     assert prefill.tokens >= 20

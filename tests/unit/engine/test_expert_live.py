@@ -11,8 +11,8 @@ import pytest
 
 from headrace.core.config import EngineConfig
 from headrace.engine.engine import Engine
+from headrace.experts.host_paths import HostPaths
 from headrace.experts.live import TABLE_STEPS
-from headrace.experts.paths import HostPaths
 from headrace.experts.plan_oracle import FREE
 from headrace.experts.rates import RateTracker
 from headrace.experts.split import PathRates

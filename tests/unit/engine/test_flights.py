@@ -85,8 +85,15 @@ def test_a_step_behind_an_end_is_dropped_and_counts_no_token():
     text = "abc"
     engine, device = late_engine(decoder=says(text, len(PROMPT)))
     engine.submit(make_request("r", PROMPT, max_tokens=50))
-    found = drain(engine)[("r", 0)]
+    done = Collected()
+    while ("r", 0) not in done or done[("r", 0)].finish_reason is None:
+        done.take(engine.step())
+    found = done[("r", 0)]
     count = len(found.token_ids)
+    # The answer did not wait for the step behind it.
+    assert len(engine._flights) == 1
+    assert device.done < device.queued
+    assert engine.snapshot().steps_total == count
     assert found.text == text
     assert found.finish_reason is FinishReason.STOP
     assert found.token_ids[-1] == EOS
@@ -94,11 +101,72 @@ def test_a_step_behind_an_end_is_dropped_and_counts_no_token():
     assert (
         device.replays == count
     )  # the first token is the prompt's step's; one row was for nothing
-    assert len(engine._flights) == 1
+    assert engine.has_work()
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert not engine._flights
+    assert device.done == device.queued
+    assert engine.snapshot().steps_total == count + 1
     assert engine.snapshot().generation_tokens_total == count
     assert engine.snapshot().kv_blocks_used == 0
-    engine.close()
+    # who comes later finds nothing on its way
+    engine.submit(make_request("s", [70], max_tokens=6))
+    assert drain(engine)[("s", 0)].token_ids == (
+        answer(toy_engine(says(text, len(PROMPT))), [70], max_tokens=6).token_ids
+    )
+
+
+def test_who_arrives_before_a_dropped_step_has_landed_waits_for_it_and_no_more():
+    engine, device = late_engine(decoder=says("abc", len(PROMPT)))
+    engine.submit(make_request("r", PROMPT, max_tokens=50))
+    done = Collected()
+    while ("r", 0) not in done or done[("r", 0)].finish_reason is None:
+        done.take(engine.step())
+    steps = engine.snapshot().steps_total
+    engine.submit(make_request("s", [70], max_tokens=1))
+    (delta,) = engine.step()
+    assert delta.request_id == "s"
+    assert delta.usage.completion_tokens == 1
+    assert engine.snapshot().steps_total == steps + 2
+    assert not engine.has_work()
     assert device.done == device.queued
+
+
+def test_a_device_lost_under_a_step_that_nobody_needs_ends_the_engine_behind_the_answer():
+    experts = Experts()
+    decoder = says("abc", len(PROMPT))
+    engine, device = late_engine(decoder=decoder, experts=experts)
+    engine.submit(make_request("r", PROMPT, max_tokens=50))
+    done = Collected()
+    while ("r", 0) not in done or done[("r", 0)].finish_reason is None:
+        done.take(engine.step())
+    assert done[("r", 0)].text == "abc"
+    device.is_lost = lambda error: "CUDA error" in str(error)
+
+    def gone():
+        raise RuntimeError("CUDA error: gone")
+
+    device._queue.appendleft(gone)
+    device.done -= 1
+    with pytest.raises(EngineDeadError, match="CUDA error: gone"):
+        engine.step()
+    engine.close()
+    assert experts.closed == 2  # with a step that never ended
+
+
+def test_a_worker_lost_under_a_step_that_nobody_needs_is_logged(caplog):
+    experts = Experts()
+    engine, _ = late_engine(decoder=says("abc", len(PROMPT)), experts=experts)
+    engine.submit(make_request("r", PROMPT, max_tokens=50))
+    done = Collected()
+    while ("r", 0) not in done or done[("r", 0)].finish_reason is None:
+        done.take(engine.step())
+    experts.lost = True
+    assert engine.step() == []
+    assert "which nobody waited for, failed" in caplog.text
+    assert not engine.has_work()
+    assert experts.ended == len(experts.begun)
+    assert not done.failed
 
 
 def test_who_arrives_meanwhile_joins_behind_the_step_on_its_way():
@@ -137,6 +205,9 @@ def test_the_last_word_of_a_cancelled_request_waits_for_no_step():
     (delta,) = engine.step()
     assert delta.finish_reason is FinishReason.CANCELLED
     assert device.done == done
+    assert engine.has_work()  # the step on its way has to be waited for, by the next call
+    assert engine.step() == []
+    assert device.done == device.queued
     assert not engine.has_work()
 
 

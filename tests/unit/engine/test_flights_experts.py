@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.config import EngineConfig
 from headrace.engine.engine import Engine
-from headrace.experts.paths import HostPaths
+from headrace.experts.host_paths import HostPaths
 from headrace.ops.expert_records import ServiceFault
 from tests.fixtures.cpu_cases import needs_native
 from tests.fixtures.expert_engine import SLICES, ExpertEngine, ServicePaths

@@ -5,6 +5,7 @@ On the host, whose graphs run the same work again; marks take its clock.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import headrace.engine.gpu_profiler as gpu_profiler
@@ -133,6 +134,22 @@ def test_what_the_host_does_counts_as_far_as_the_device_waited():
     assert GpuStepProfiler._exposed(host, 0.0) == dict.fromkeys(host, 0.0)
     found = GpuStepProfiler._exposed(host, 350e-6)
     assert found == pytest.approx({"schedule": 100e-6, "decoder": 200e-6, "text": 50e-6})
+
+
+def test_classes_share_what_brackets_measure(monkeypatch):
+    """Marks of 1 us each around 4, 2 and 6 us that overlap to 10 without them. What they cost, 2/3 us (the
+    whole difference to the bracket), leaves 10/3, 4/3 and 16/3, which fit the bracket; at most 2.5 times
+    0.1 us, 3.75, 1.75 and 5.75 are too much by an eighth."""
+    _, profiler = watched(monkeypatch, graphs=True)
+    found = gpu_profiler._Recorded(
+        None, ["a", "b"], np.array([0, 1, 0]), None, [9e-6, 10e-6, 12e-6]
+    )
+    for mark_s, first, second in ((1e-6, 26 / 3, 4 / 3), (0.1e-6, 9.5 * 8 / 9, 1.75 * 8 / 9)):
+        profiler._mark_s = mark_s
+        profiler._add_marked(np.array([4e-6, 2e-6, 6e-6]), found)
+        seen = {name: (calls, s * 1e6) for name, (calls, s) in profiler.classes().items()}
+        assert seen["a"] == (2, pytest.approx(first))
+        assert seen["b"] == (1, pytest.approx(second))
 
 
 def test_launched_steps_are_all_marked(monkeypatch):

@@ -97,6 +97,38 @@ def test_b016_a_mixture_too_large_for_the_host_is_refused_from_its_configuration
     assert found.speed is None
 
 
+def test_the_cpu_keeps_its_own_format_beside_a_gpu_that_is_too_small():
+    """141 GB of weights in bfloat16 and a GPU of 24 GiB: 4,096 tokens of 80 layers, 8 heads of 128."""
+    elements = 4096 * 80 * 2 * 8 * 128
+    work = replace(WORK, kv_on_cpu="f32")
+    beside = plan("llama-3.1-70b", "rtx-3090+ddr5-6000-dual+ram=192GiB", work)
+    assert beside.layout.mode == "cpu"
+    assert beside.layout.kv_format == "f32"
+    assert beside.layout.used["ram"]["KV cache"] == 4 * elements
+    alone = plan("llama-3.1-70b", "ddr5-6000-dual+ram=192GiB", work)
+    assert alone.layout == replace(beside.layout, capacity=alone.layout.capacity)
+    assert alone.speed.tokens_s == beside.speed.tokens_s
+    # a GPU that holds it keeps what tensor cores multiply
+    larger = plan("llama-3.1-70b", "b200", work)
+    assert (larger.layout.mode, larger.layout.kv_format) == ("vram", "bf16")
+    assert larger.layout.used["vram"]["KV cache"] == 2 * elements
+    # half of the bytes is what a change to bfloat16 saves, and what a step does not read
+    smaller = next(c for c in changes(beside) if c.name == "KV cache in bf16")
+    assert smaller.plan.layout.used["ram"]["KV cache"] == 2 * elements
+    assert smaller.factor > 1
+    # who asks for a format gets it on both
+    asked = plan("llama-3.1-70b", "rtx-3090+ddr5-6000-dual+ram=192GiB", WORK)
+    assert asked.layout.used["ram"]["KV cache"] == 2 * elements
+
+
+def test_what_is_short_counts_in_the_format_of_the_memory_that_lacks_it():
+    work = replace(WORK, kv_on_cpu="f32")
+    found = plan("llama-3.1-70b", "rtx-3090+ddr4-3200-dual+ram=64GiB", work)
+    spec = found.spec
+    needed = spec.weights_nbytes + spec.kv_nbytes(4096, 32) + workspace_nbytes(spec, work)
+    assert found.layout.short == {"ram": needed + 512 * 2**20 - (64 * 2**30 - 3 * 10**9)}
+
+
 def test_a_mixture_can_lack_both_memories():
     found = plan("glm-5.2", "rtx-4090")
     assert set(found.layout.short) == {"vram", "ram"}

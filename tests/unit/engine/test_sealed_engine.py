@@ -157,6 +157,126 @@ def test_pages_are_sealed_by_steps_that_run_ahead(load, kv_format):
     assert any(reason is FinishReason.STOP for _, reason in found[0].values())
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_step_ahead_that_fails_seals_nothing_and_opens_nothing(load, behind):
+    """Launches ahead fail at random, before their graph runs or behind it. Sequences end meanwhile, and who
+    comes next gets blocks that the failed step would have filled: their pages are open, and answers the same.
+    """
+    given = {"context": 256, "block_tokens": 32, "max_num_seqs": 3, "max_batch_tokens": 64}
+    rng = random.Random(11)
+    requests = [
+        make_request(
+            f"r{i}",
+            [rng.randrange(10, 4000) for _ in range(rng.choice((20, 29, 31, 60)))],
+            max_tokens=40,
+            stop_token_ids=range(i % 8, 4000, 8),
+            ignore_eos=True,
+        )
+        for i in range(16)
+    ]
+    expected = load(max_batch_tokens=64, kv_tokens=256, max_num_seqs=3)
+    for request in requests:
+        expected.submit(request)
+    wanted = {key: a.token_ids for key, a in drain(expected).items()}
+
+    config = EngineConfig(
+        model="tiny", device="cpu", kv_format="nvfp4k-fp8v", threads=1, kv_tokens=256, **given
+    )
+    device = LateDevice(5)
+    parts = load_parts(config)
+    engine, _ = captured(
+        replace(parts, device=device, decoder=InOrder(parts.decoder, device)),
+    )
+    graphs = engine.parts.graphs
+    del graphs.run  # as it was
+    failed, fill, post = [], graphs._inputs.fill, graphs._read.post
+    ahead = False
+
+    def filling(*args, **more):
+        nonlocal ahead
+        ahead = more["ahead"] and rng.random() < 0.4
+        if ahead and not behind:
+            failed.append(True)
+            raise RuntimeError("no")
+        fill(*args, **more)
+
+    def posting(source):
+        if ahead and behind:
+            failed.append(True)
+            raise RuntimeError("no")
+        post(source)
+
+    graphs._inputs.fill, graphs._read.post = filling, posting
+    for request in requests:
+        engine.submit(request)
+    done = Collected()
+    while engine.has_work():
+        done.take(engine.step())
+        engine._scheduler.check()
+        engine._runner._open.check(max_blocks=3)
+    assert len(failed) > 10
+    assert not done.failed
+    assert {key: a.token_ids for key, a in done.items()} == wanted
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_page_that_a_failed_step_ahead_would_have_filled_is_open_for_its_next_owner(load, behind):
+    """Of one block of 32: a's 30 tokens, its first and its second, which ends it. The step behind that one
+    would have filled the block, and b, of 20 tokens, is the next to have it."""
+    config = EngineConfig(
+        model="tiny",
+        device="cpu",
+        kv_format="nvfp4k-fp8v",
+        threads=1,
+        context=64,
+        kv_tokens=64,
+        block_tokens=32,
+        max_num_seqs=1,
+        max_batch_tokens=64,
+        prefix_cache=False,
+    )
+    first, second = prompts()[0][:30], prompts()[3][:20]
+    alone = load(block_tokens=32, max_num_seqs=1, max_batch_tokens=64, prefix_cache=False)
+    alone.submit(make_request("a", first, max_tokens=2, ignore_eos=True))
+    ends = drain(alone)[("a", 0)].token_ids[-1]
+    alone.submit(make_request("b", second, max_tokens=11, ignore_eos=True))
+    wanted = drain(alone)[("b", 0)].token_ids
+
+    parts, device = load_parts(config), LateDevice(5)
+    engine, _ = captured(
+        replace(parts, device=device, decoder=InOrder(parts.decoder, device)),
+    )
+    assert engine._scheduler.tables.pool.num_blocks == 1
+    graphs = engine.parts.graphs
+    del graphs.run  # as it was
+    launch, calls = graphs.launch, []
+
+    def failing(*args, ahead=False):
+        calls.append(ahead)
+        if not ahead or len(calls) > 2:
+            launch(*args, ahead=ahead)
+            return
+        if behind:
+            graphs.run(*args, ahead=ahead)
+        else:
+            graphs._inputs.fill = None  # found out when the pages are open
+            try:
+                graphs.run(*args, ahead=ahead)
+            finally:
+                del graphs._inputs.fill
+        raise RuntimeError("no")
+
+    graphs.launch = failing
+    engine.submit(make_request("a", first, max_tokens=9, stop_token_ids=[ends], ignore_eos=True))
+    done = drain(engine)
+    assert calls == [False, True]
+    assert len(done[("a", 0)].token_ids) == 2
+    engine.submit(make_request("b", second, max_tokens=11, ignore_eos=True))
+    drain(engine, done)
+    assert not done.failed
+    assert done[("b", 0)].token_ids == wanted
+
+
 def next_tokens(engine):
     """The most likely token behind beginnings of a real text, longer than a page."""
     ids = engine._tokenizer.encode(calibration_text())

@@ -11,12 +11,14 @@ from headrace.core.errors import DeviceLostError
 from headrace.core.messages import Cancel, Fatal, Outputs, Ready, Shutdown, Snapshot, Submit
 from headrace.core.request import FinishReason
 from headrace.engine.worker import run_worker, serve
+from tests.fixtures.late_device import late_engine
 from tests.fixtures.toy_engine import (
     Collected,
     ScriptedDecoder,
     ToyDecoder,
     answer,
     make_request,
+    says,
     toy_engine,
 )
 
@@ -76,6 +78,37 @@ def test_requests_are_served_and_the_idle_state_is_reported():
     assert snapshot.kv_blocks_used == 0
     served.end()
     assert not [e for e in served.seen if isinstance(e, Fatal)]
+
+
+def test_an_answer_is_sent_before_a_step_behind_it_has_landed_and_the_idle_state_knows_of_it():
+    engine, device = late_engine(decoder=says("abc", 3))
+    work_until, sent_first, said = device.work_until, [], []
+
+    def watched(count):
+        # The last wait is for the dropped step: by then the answer's end has been sent.
+        sent_first.append("stop" in said)
+        work_until(count)
+
+    device.work_until = watched
+    served = Served(engine)
+    put = served.events.put
+
+    def sent(event):
+        if isinstance(event, Outputs):
+            said.extend(item.finish_reason.value for item in event.items if item.finish_reason)
+        put(event)
+
+    served.events.put = sent
+    served.commands.put(Submit(make_request("a", [65, 66, 67], max_tokens=50)))
+    # A step for each token, the prompt's first, and the one that was dropped.
+    served.until(
+        lambda e: idle(e) and e.snapshot.steps_total == e.snapshot.generation_tokens_total + 1
+    )
+    assert served.collected()[("a", 0)].text == "abc"
+    assert device.done == device.queued
+    assert sent_first[-1]
+    assert not any(sent_first[:-1])
+    served.end()
 
 
 def test_outputs_of_a_step_come_as_one_message():

@@ -64,6 +64,26 @@ def test_batching_shares_the_weights_but_not_the_cache_or_the_host():
     assert two.tokens_per_s == pytest.approx(2 / two.step_s)
 
 
+def test_no_more_sequences_are_advised_than_the_pool_holds():
+    """A step of 5 tokens and one more: 2 blocks of 4. Thirteen blocks hold six such sequences."""
+    step = replace(at_its_floor(dense_model(), machine()), room=advice.Room(13, 4))
+    assert step.most_times == 6
+    assert [gain.batch for gain in advice.batching(step)] == [2, 4, 6]
+    # 24 tokens fill 6 blocks: the pool holds two of them, and no third
+    long = replace(step, rows=decode_rows(1, 23))
+    assert [gain.batch for gain in advice.batching(long)] == [2]
+    # two sequences at a time take twice the blocks: 3 times as many fit
+    assert advice.Room(13, 4).times(decode_rows(2, 5)) == 3
+    # of a format that has first pages, each sequence needs one
+    assert advice.Room(13, 4, num_first=5).times(decode_rows(2, 5)) == 2
+    assert advice.batching(replace(step, room=advice.Room(3, 4))) == []
+    # 16 times as many fit: nothing is bounded
+    for room in (None, advice.Room(32, 4)):
+        free = replace(step, room=room)
+        assert free.most_times is None
+        assert [gain.batch for gain in advice.batching(free)] == [2, 4, 8, 16]
+
+
 def test_fewer_bits_shrink_the_matrices_only():
     step = at_its_floor(dense_model(), machine())
     half = advice.with_weight_bits(step, 8)

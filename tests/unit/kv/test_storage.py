@@ -1,5 +1,6 @@
 """The KV cache's memory: reserved at once, touched on first use, refused legibly."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -71,6 +72,9 @@ def test_b029_memory_that_is_not_granted_is_a_legible_error(monkeypatch):
 def test_other_errors_are_not_taken_for_lack_of_memory():
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))  # of pages to lock
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(OSError(errno.ENOENT, "No such file"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
 

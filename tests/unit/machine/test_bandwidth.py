@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.machine.bandwidth import HostLoads, Load, Measurement
+from headrace.machine.disturbance import CpuClock, Watch
 from headrace.machine.dram_probe import dram_read_gbps
 from headrace.machine.link import link_peak_gbps, read_link
 from headrace.machine.peaks import published_peaks
@@ -27,6 +28,13 @@ def machine(tmp_path: Path) -> Machine:
     write_meminfo(tmp_path, total_kib=64 << 20, available_kib=60 << 20)
     write(tmp_path / "proc/cpuinfo", "model name : Toy 9000\nflags : avx2")
     return probe_machine(tmp_path, affinity=range(16))
+
+
+class Quiet(Watch):
+    """Nobody else is at work, whatever runs on the machine of this test."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: CpuClock(0.0, 0.0, 0.0), lambda seconds: None)
 
 
 class FakeGpu:
@@ -95,7 +103,13 @@ def measure(
     loads = HostLoads(host.read, opens)
     stages: list[float] = []
     profile = Measurement(
-        machine, loads, gpu, link, lambda stage, done: stages.append(done), seconds=0.001
+        machine,
+        loads,
+        gpu,
+        link,
+        lambda stage, done: stages.append(done),
+        seconds=0.001,
+        watch=Quiet(),
     ).run()
     assert stages == sorted(stages)
     assert stages[-1] == 1.0
@@ -151,7 +165,7 @@ def test_without_a_gpu_there_are_host_rates_only(machine: Machine) -> None:
 
 def test_without_expert_kernels_the_read_loop_chooses(machine: Machine) -> None:
     host = FakeHost(None)
-    profile = Measurement(machine, HostLoads(host.read, {}), seconds=0.001).run()
+    profile = Measurement(machine, HostLoads(host.read, {}), seconds=0.001, watch=Quiet()).run()
     assert profile.best_threads == 15
     assert profile.gbps("dram_read") == 150
     assert not any(name.startswith("cpu_experts") for name in profile.rates)
@@ -174,7 +188,7 @@ def test_without_a_gpu_fewer_threads_must_not_cost_arithmetic(
         return 160.0 if threads == 8 else one_gflops
 
     monkeypatch.setattr("headrace.machine.bandwidth._cpu_gflops", gflops)
-    profile = Measurement(machine, HostLoads(read, {}), seconds=0.001).run()
+    profile = Measurement(machine, HostLoads(read, {}), seconds=0.001, watch=Quiet()).run()
     assert profile.best_threads == best
     assert profile.gbps("dram_read") == {7: 40.0, 8: 30.0}[best]
 
@@ -187,9 +201,100 @@ def test_one_disturbed_round_changes_neither_the_count_nor_its_rate(machine: Mac
         # The curve asks first, so that call 3 is the second round of five.
         return 5.0 if threads == 8 and calls[8] == 3 else {7: 40.0, 8: 42.0}.get(threads, 40.0)
 
-    profile = Measurement(machine, HostLoads(read, {}), seconds=0.001).run()
+    profile = Measurement(machine, HostLoads(read, {}), seconds=0.001, watch=Quiet()).run()
     assert profile.best_threads == 8
     assert profile.gbps("dram_read") == 42.0  # the median of 42, 5, 42, 42, 42
+
+
+class Neighbour(Watch):
+    """Others whose share of the CPUs is given for each group of measurements; 0 once it ends."""
+
+    def __init__(self, *shares: float) -> None:
+        super().__init__(lambda: CpuClock(0.0, 0.0, 0.0), lambda seconds: None)
+        self.shares, self.share, self.waits = list(shares), 0.0, 0
+
+    def during(self, measure: Callable[[], None]) -> float:
+        self.share = self.shares.pop(0) if self.shares else 0.0
+        measure()
+        return self.share
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def disturbed_by(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, *shares: float, again_s: float = 40.0
+) -> tuple[MachineProfile, Neighbour, list[int]]:
+    """Reads of 100 GB/s, products of 1,000 GFLOP/s, less what others take."""
+    watch, counts = Neighbour(*shares), list[int]()
+
+    def read(threads: int, cpus: Sequence[int], seconds: float) -> float:
+        counts.append(threads)
+        return 100.0 * (1 - watch.share)
+
+    monkeypatch.setattr(
+        "headrace.machine.bandwidth._cpu_gflops", lambda *args: 1000.0 * (1 - watch.share)
+    )
+    loads = HostLoads(read, {})
+    found = Measurement(machine, loads, seconds=0.001, watch=watch, again_s=again_s).run()
+    return MachineProfile.from_json(found.to_json()), watch, counts
+
+
+def test_a_disturbed_group_is_measured_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, once = disturbed_by(machine, monkeypatch)
+    # groups: memory, threads, experts, products; the curve and the products find a neighbour that leaves
+    profile, watch, counts = disturbed_by(machine, monkeypatch, 0.4, 0.0, 0.0, 0.0, 0.5, 0.0)
+    assert profile.disturbed == {}
+    assert profile.gbps("dram_read_t8") == 100
+    assert profile.rates["cpu_flops_f32"].value == 1000
+    assert watch.waits == 2
+    curve = once[: len({1, 2, 4, 7, 8, 15})]
+    assert counts == curve + once
+
+
+def test_who_stays_is_told_and_the_better_of_two_is_kept(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # memory 40% then 60%; threads 5%, which is nothing; experts; products 50% then 30%
+    profile, watch, _ = disturbed_by(machine, monkeypatch, 0.4, 0.6, 0.05, 0.0, 0.5, 0.3)
+    assert profile.disturbed == {"reading memory": 0.4, "CPU products": 0.3}
+    assert profile.gbps("dram_read_t1") == 60  # of the first turn; the second had 40
+    assert profile.rates["cpu_flops_bf16"].value == 700  # of the second; the first had 500
+    assert watch.waits == 2
+
+
+def test_without_time_nothing_is_repeated(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, watch, _ = disturbed_by(machine, monkeypatch, 0.4, 0.0, 0.0, 0.3, again_s=0.0)
+    assert profile.disturbed == {"reading memory": 0.4, "CPU products": 0.3}
+    assert profile.gbps("dram_read_t1") == 60
+    assert watch.waits == 0
+
+
+def test_a_repeated_group_forgets_what_the_first_turn_chose(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts of threads chosen beside others are no longer in the profile, nor the experts' rates."""
+    watch = Neighbour(0.0, 0.5, 0.0, 0.2, 0.0)
+    calls = list[str]()
+
+    @contextmanager
+    def opened(fmt: str) -> Generator[Load, None, None]:
+        calls.append(fmt)
+        # beside others 7 threads do best, alone 15
+        yield lambda n, cpus, s: {7: 50.0}.get(n, 20.0) if watch.share else 9.0 * n
+
+    monkeypatch.setattr("headrace.machine.bandwidth._cpu_gflops", lambda *args: 1000.0)
+    opens = {fmt: lambda fmt=fmt: opened(fmt) for fmt in ("mxfp4", "bf16")}
+    loads = HostLoads(lambda n, cpus, s: 10.0 * n, opens)
+    profile = Measurement(machine, loads, seconds=0.001, watch=watch).run()
+    assert profile.best_threads == 15
+    assert profile.gbps("cpu_experts_mxfp4") == 135
+    assert profile.gbps("cpu_experts_bf16") == 135
+    assert calls == ["mxfp4", "mxfp4", "bf16", "bf16"]
 
 
 def test_threads_of_torch_are_put_back(machine: Machine) -> None:

@@ -69,6 +69,8 @@ def test_b038_developer_is_system_unless_the_template_knows_it() -> None:
         ([{"content": "x"}], r"messages\[0\]\.role is None"),
         ([{"role": "robot", "content": "x"}], r"role is 'robot'; known roles are system, dev"),
         ([{"role": "user"}], r"messages\[0\]\.content is missing"),
+        ([{"role": "user", "content": None}], r"messages\[0\]\.content is missing"),
+        ([user("a"), {"role": "tool", "content": None}], r"messages\[1\]\.content is missing"),
         ([{"role": "user", "content": 3}], r"messages\[0\]\.content is int"),
         ([{"role": "user", "content": [3]}], r"content\[0\] is no content part"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]\.text is NoneType"),

@@ -24,10 +24,8 @@ from headrace.ops.triton.expert_plan import (
     STATE_NUM_FORESEEN,
     STATE_PLANNED,
     TOTAL_PREFETCH_NS,
-    clock_ns,
-    fence_system,
-    seen_by_all,
 )
+from headrace.ops.triton.shared_words import clock_ns, fence_system, seen_by_all
 
 LEAST = tl.constexpr(-(1 << 63))
 

@@ -20,8 +20,8 @@ from headrace.ops.triton.expert_plan import (
     TOTAL_FETCH_NS,
     TOTAL_SENT_CHUNKS,
     TOTAL_USED_CHUNKS,
-    clock_ns,
 )
+from headrace.ops.triton.shared_words import clock_ns
 
 
 @triton.jit

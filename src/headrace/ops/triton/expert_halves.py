@@ -23,9 +23,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import STATE_NOW, fence_system
+from headrace.ops.triton.expert_plan import STATE_NOW
 from headrace.ops.triton.expert_rows import BLOCK, INTERPRETED, power_of_two, store_partial
 from headrace.ops.triton.overlap import wait, wait_and_release
+from headrace.ops.triton.shared_words import fence_system
 
 TILE_BLOCKS = tl.constexpr(4)  # blocks of a row that a warp takes at once
 TILE_WORDS = tl.constexpr(16)

@@ -19,15 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import (
-    COUNT_CPU,
-    TOTAL_STALL_NS,
-    TOTAL_STALLS,
-    clock_ns,
-    host_word,
-)
+from headrace.ops.triton.expert_plan import COUNT_CPU, TOTAL_STALL_NS, TOTAL_STALLS
 from headrace.ops.triton.expert_rows import bf16_rows, gated, store_partial
 from headrace.ops.triton.overlap import release, wait, wait_and_release
+from headrace.ops.triton.shared_words import clock_ns, host_word
 
 
 @triton.jit

@@ -36,8 +36,7 @@ import triton
 import triton.language as tl
 
 from headrace.ops.triton.overlap import wait
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from headrace.ops.triton.shared_words import fence_system, seen_by_all
 
 STATE_NOW = tl.constexpr(0)
 STATE_CURSOR = tl.constexpr(1)
@@ -56,7 +55,6 @@ CONST_FLOOR = tl.constexpr(3)
 CONST_ADMISSION = tl.constexpr(6)
 CONST_TURN = tl.constexpr(7)
 
-LOWEST = tl.constexpr(-(1 << 31))
 INFINITY = tl.constexpr(0x7F800000)  # float32 bits; positive floats are ordered as their bits are
 
 COUNT_HITS = tl.constexpr(0)
@@ -73,42 +71,6 @@ TOTAL_STALL_NS = tl.constexpr(10)
 TOTAL_SENT_CHUNKS = tl.constexpr(11)
 TOTAL_USED_CHUNKS = tl.constexpr(12)
 TOTAL_PREFETCH_NS = tl.constexpr(13)
-
-
-@triton.jit
-def fence_system():
-    """Order this thread's memory operations before its later ones for the whole system."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def clock_ns():
-    """The GPU's clock in nanoseconds, int64; 0 in the interpreter."""
-    if INTERPRETED:
-        return tl.zeros((), tl.int64)
-    else:
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def seen_by_all(word, THREADS: tl.constexpr):
-    """What lies at ``word`` now, the same for all THREADS of a program: threads that read for themselves
-    what another kernel is writing might disagree, and go different ways."""
-    return tl.max(tl.load(word + tl.zeros([THREADS], tl.int32), volatile=True), 0)
-
-
-@triton.jit
-def host_word(word, THREADS: tl.constexpr):
-    """What lies at a word of pinned host memory now, the same for all THREADS of a program. One thread reads:
-    a volatile load of all of them would be as many reads over PCIe."""
-    thread = tl.arange(0, THREADS)
-    own = tl.load(word + thread * 0, mask=thread == 0, other=LOWEST, volatile=True)
-    return tl.max(own, 0)
 
 
 @triton.jit

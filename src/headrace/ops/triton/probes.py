@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.ops.triton.expert_plan import clock_ns
+from headrace.ops.triton.shared_words import clock_ns
 
 
 @triton.jit
