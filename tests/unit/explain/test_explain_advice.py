@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.core.errors import MachineError
+from headrace.core.model_spec import MoeSpec
 from headrace.explain import advice, leaf
 from headrace.explain.cost import price
 from headrace.explain.kernel_rates import predict
@@ -53,6 +54,24 @@ def test_break_even_with_experts_in_host_memory():
         grown = 128 * (1 - (1 - 4 / 128) ** (drafts + 1)) / 4
         tokens = sum(0.96875**i for i in range(drafts + 1))
         assert grown == pytest.approx(tokens)
+
+
+def test_offloaded_experts_grow_with_those_that_more_tokens_touch():
+    """Of 128 experts, 4 a token: five rows touch 128 (1 - (31/32)^5) of them, 4.7 times as many."""
+    base = at_its_floor(dense_model(), machine())
+    moe = MoeSpec(128, 4, 16, "topk_softmax", normalize=True)
+    layers = tuple(replace(one, moe=True) for one in base.model.spec.layers)
+    spec = replace(base.model.spec, moe=moe, layers=layers)
+    model = replace(base.model, spec=spec, misses_of_twice_the_slots=0.5)
+    fetch_s = 1000 * base.step_s  # nothing else counts
+    measured = {**base.measured, leaf.EXPERT_FETCH: fetch_s}
+    step = replace(base, model=model, measured=measured, step_s=base.step_s + fetch_s)
+    found = advice.speculation(step)
+    grown = 128 * (1 - (1 - 4 / 128) ** 5) / 4
+    assert found.round_in_steps == pytest.approx(grown, rel=5e-3)
+    assert found.acceptance == pytest.approx(advice.offloaded_break_even(128, 4), abs=5e-3)
+    sixteen = advice.batching(step, (16,))[0]
+    assert sixteen.step_s == pytest.approx(fetch_s * 32 * (1 - (31 / 32) ** 16), rel=5e-3)
 
 
 def test_batching_shares_the_weights_but_not_the_cache_or_the_host():
