@@ -13,8 +13,8 @@ def values_of_plan(spec: PlanSpec) -> dict[str, float]:
     Widths that the description has only as products come out as such: what one dense feed-forward or
     expert has of weights is right, and so is what a layer's projections have. Attention whose keys are not
     as wide as its values takes the mean of both as a head's width, so that operations and cached bytes are
-    right; of one vector for both the values have what is left. Layers without a cache are the recurrent ones, and their
-    state is an inner width times a state.
+    right; of one vector for both the values have what is left. Layers without a cache are the recurrent
+    ones, and their state is an inner width times a state.
     """
     weights, nbytes = spec.weights(), spec.nbytes()
     first = _first(spec)
