@@ -44,6 +44,11 @@ class Room:
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_tokens
 
+    def sequences(self, tokens: int) -> int:
+        """How many sequences of so many tokens it holds, when they share nothing."""
+        found = self.num_blocks // -(-tokens // self.block_tokens)
+        return found if self.num_first is None else min(found, self.num_first)
+
     def times(self, rows: StepRows) -> int:
         """How many times as many sequences like those of a step it holds, when they share nothing."""
         blocks = sum(-(-(cached + new) // self.block_tokens) for new, cached in rows.sequences)

@@ -96,6 +96,10 @@ def test_no_more_sequences_are_advised_than_the_pool_holds():
     # of a format that has first pages, each sequence needs one
     assert advice.Room(13, 4, num_first=5).times(decode_rows(2, 5)) == 2
     assert advice.batching(replace(step, room=advice.Room(3, 4))) == []
+    # sequences are counted, not multiples of those that ran: 15 of 9 tokens, three blocks each, in 46
+    assert advice.Room(46, 4).sequences(9) == 15
+    assert advice.Room(46, 4).times(decode_rows(8, 8)) == 1
+    assert advice.Room(46, 4, num_first=9).sequences(9) == 9
     # 16 times as many fit: nothing is bounded
     for room in (None, advice.Room(32, 4)):
         free = replace(step, room=room)
