@@ -53,6 +53,34 @@ def test_cuda_streams_and_events() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_only_recording_has_a_stream_of_its_own() -> None:
+    """What warms a capture up is launched on the caller's stream, and all captures share one other."""
+    device = CudaDevice()
+    seen: list[tuple[int, ...]] = []
+    word = torch.zeros(4, device=device.torch_device)
+    for _ in range(2):
+        streams: list[int] = []
+
+        def work(streams: list[int] = streams) -> tuple[torch.Tensor, ...]:
+            streams.append(torch.cuda.current_stream().cuda_stream)
+            return (word.add_(1.0),)
+
+        graph = device.graph()
+        (out,) = graph.capture(work)
+        graph.replay()
+        seen.append(tuple(streams))
+    here = torch.cuda.current_stream().cuda_stream
+    assert seen[0] == seen[1]
+    assert seen[0][:-1] == (here,) * (len(seen[0]) - 1)
+    assert seen[0][-1] != here
+    runs = 2 * (
+        len(seen[0]) - 1 + 1
+    )  # of each: warming up, and one replay; recording computes nothing
+    assert out.tolist() == [float(runs)] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_mixture_on_the_gpu_gives_the_logits_of_the_host(tmp_path: Path) -> None:
     """Nothing in layers, decoder or reference operations assumes a CPU."""
     toy = write_gpt_oss(tmp_path / "toy")
