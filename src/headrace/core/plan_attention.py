@@ -77,6 +77,10 @@ def _windowed_layers(config: Config, layers: int) -> tuple[int, str]:
     types = _layer_types(config, layers, (*_WINDOWS, "full_attention"))
     if not types and family == "gpt_oss":
         types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if not types and family in ("llama4", "llama4_text") and config.get("attention_chunk_size"):
+        every = count(config, "no_rope_layer_interval", default=4)
+        rotated = counts(config, "no_rope_layers") or [(i + 1) % every for i in range(layers)]
+        types = ["chunked_attention" if i else "full_attention" for i in rotated]
     if types:
         found = {one for one in types if one in _WINDOWS}
         if len(found) > 1:
