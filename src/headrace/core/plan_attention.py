@@ -192,6 +192,8 @@ def _latent(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ..
     every = max(1, count(config, "index_topk_freq", default=1))
     offset = count(config, "index_skip_topk_offset", default=2)
     indexed = sum(max(i - offset + 1, 0) % every == 0 for i in range(layers))
+    if kinds := names(config, "indexer_types"):
+        indexed = kinds[:layers].count("full")
     shared = (kind("latent-shared-index", layers - indexed, False),) if indexed < layers else ()
     return (kind("latent-indexed", indexed, True), *shared)
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
-from headrace.core.plan_fields import HINT, Config, count, counts
+from headrace.core.plan_fields import HINT, Config, count, counts, names
 from headrace.core.words import counted
 
 # The same thing by the names in use for it.
@@ -81,6 +81,9 @@ def _dense_layers(config: Config, layers: int) -> frozenset[int]:
     dense = set(counts(config, "mlp_only_layers"))
     dense |= set(range(min(layers, first)))
     dense |= {i for i in range(layers) if (i + 1) % every}
+    if isinstance(config.get("moe_layer_freq"), list):  # MiMo: 1 for a layer with experts
+        dense |= {i for i, each in enumerate(counts(config, "moe_layer_freq")) if not each}
+    dense |= {i for i, kind in enumerate(names(config, "mlp_layer_types")) if kind == "dense"}
     end = config.get("moe_layer_end_index")
     if isinstance(end, int) and 0 <= end < layers:
         dense |= set(range(end + 1, layers))

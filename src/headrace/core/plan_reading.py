@@ -7,6 +7,7 @@ and cached elements, not to compute with them. What it needs and does not find i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.plan_attention import ATTENTIONS, attention_kinds
@@ -24,10 +25,12 @@ _TIED = frozenset(
 )
 # What was held against published sizes or the engine's own count; others are read alike, and noted.
 _KNOWN = frozenset(
-    """llama llama4 mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_moe olmoe gpt_oss
-    gemma2 gemma3 gemma3_text deepseek_v2 deepseek_v3 deepseek_v4 ernie4_5_moe glm4_moe glm_moe_dsa kimi_k2
-    minimax_m2 opt""".split()
+    """llama llama4 mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5 qwen3_5_moe olmoe
+    gpt_oss gemma2 gemma3 gemma3_text deepseek_v2 deepseek_v3 deepseek_v4 ernie4_5_moe glm4_moe
+    glm_moe_dsa kimi_k2 minimax_m2 opt""".split()
 )
+# Layers that draft further tokens.
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Layers that are neither attention nor linear attention as it is read here are said by these keys.
 _OTHER_LAYERS = (
     *("hybrid_override_pattern", "layers_block_type", "block_types", "attn_layer_period"),
@@ -78,7 +81,7 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
     mixture, dense_layers = mixture_of(config, hidden, layers)
     dense = len(dense_layers)
     stored = stored_formats(config, _layers_of_kinds(layers, dense_layers))
-    extra = count(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
+    extra = count(config, *_EXTRA_LAYERS, default=0)
     experts = int(mixture.get("num_experts", 0)) * int(mixture.get("expert_weights", 0))
     per_layer = (sum(k.layers * (k.qkv_weights + k.o_weights) for k in kinds) // layers) + experts
     return PlanSpec(
@@ -106,7 +109,10 @@ def _refuse_other_layers(config: Config) -> None:
         UnsupportedModelError: the configuration describes such layers.
     """
     for key in _OTHER_LAYERS:
-        if config.get(key) not in (None, [], {}, 0, ""):
+        value: object = config.get(key)
+        words = cast("list[object]", value) if isinstance(value, list) else []
+        plain = bool(words) and all(word in ("attention", "full_attention", 1) for word in words)
+        if value not in (None, [], {}, 0, "") and not plain:  # MiniMax-M2 says 1 for every layer
             raise UnsupportedModelError(
                 f"config.json has {key}: its layers that are no attention cannot be counted",
                 hint=ATTENTIONS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.core.config_library import bundled_model
 from headrace.core.errors import UnsupportedModelError
 from headrace.core.plan_reading import spec_from_config
 
@@ -105,6 +106,31 @@ def test_a_published_file_of_whole_numbers():
     assert spec.bits("experts") == 4.5
     assert spec.bits("attention") == spec.bits("shared") == spec.bits("dense") == 16
     assert spec.weights_nbytes == pytest.approx(594e9, rel=2e-3)
+
+
+def test_layers_by_lists():
+    """Dense layers as words or as numbers; MiniMax-M2 says of every layer that it attends to everything."""
+    base = {k: v for k, v in ERNIE.items() if not k.startswith("moe_layer")}
+    words = ["dense"] * 3 + ["sparse"] * 51
+    numbers = [int(word == "sparse") for word in words]
+    for change in ({"mlp_layer_types": words}, {"moe_layer_freq": numbers}):
+        spec = spec_from_config({**base, **change})
+        assert (spec.dense_layers, spec.moe_layers) == (3, 51)
+    assert spec_from_config({**base, "moe_layer_freq": 1}).moe_layers == 54
+    assert spec_from_config({**base, "attn_type_list": [1] * 54}).num_layers == 54
+    with pytest.raises(UnsupportedModelError, match="attn_type_list"):
+        spec_from_config({**base, "attn_type_list": [0, 1] * 27})
+
+
+def test_layers_with_an_index_of_their_own_are_counted():
+    """GLM-5.2: the first three, then every fourth of 78 (6, 10, ..., 74)."""
+    config = dict(bundled_model("glm-5.2").config)
+    listed = ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3
+    for spec in (spec_from_config(config), spec_from_config({**config, "indexer_types": listed})):
+        assert {kind.name: kind.layers for kind in spec.attention} == {
+            "latent-indexed": 21,
+            "latent-shared-index": 57,
+        }
 
 
 def test_llama_4_sees_chunks_in_three_layers_of_four():
