@@ -67,9 +67,9 @@ class CudaGraph:
     def capture(self, work: Callable[[], Outputs]) -> Outputs:
         """Run ``work`` to warm up, then record it. Other threads may use the device meanwhile.
 
-        Warming up is launched where everything else is. Once kernels have been launched on two more streams,
-        one for each capture, and some 300 on the current one, every kernel of graphs replayed there begins
-        0.1 to 0.5 us later: SmolLM2's step of 0.61 ms took 0.64 (H200, 2026-11-30).
+        Warming up is launched where everything else is. Where each capture warmed up on a stream of its own,
+        kernels of all graphs began 0.1 to 0.5 us later once another graph had been captured and prompts of
+        some hundred launches had run: watched steps of SmolLM2 took 0.64 ms, others 0.61 (H200, 2026-11-30).
         """
         for _ in range(_WARM_UP_RUNS):
             work()
@@ -107,6 +107,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)  # Triton launches on the current one
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._recorded_on: Any = torch.cuda.Stream(self.torch_device)
+        self._first: CudaGraph | None = None
 
     def stream(self) -> Any:
         return torch.cuda.Stream(self.torch_device)
@@ -115,6 +116,15 @@ class CudaDevice:
         return torch.cuda.Event(enable_timing=True)
 
     def graph(self) -> CudaGraph:
+        if self._first is None:
+            # Torch lets go of a pool with its last graph, and then cannot use it again if something in it is
+            # still in use: the workspace that cuBLAS takes for a stream is, when a capture is its first use.
+            word = torch.zeros(1, device=self.torch_device)
+            self._first = self._new_graph()
+            self._first.capture(lambda: (word.add_(1.0),))
+        return self._new_graph()
+
+    def _new_graph(self) -> CudaGraph:
         return CudaGraph(self.torch_device, self._pool, self._recorded_on)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:

@@ -66,17 +66,31 @@ def test_only_recording_has_a_stream_of_its_own() -> None:
             return (word.add_(1.0),)
 
         graph = device.graph()
-        (out,) = graph.capture(work)
+        graph.capture(work)
         graph.replay()
         seen.append(tuple(streams))
     here = torch.cuda.current_stream().cuda_stream
     assert seen[0] == seen[1]
     assert seen[0][:-1] == (here,) * (len(seen[0]) - 1)
     assert seen[0][-1] != here
-    runs = 2 * (
-        len(seen[0]) - 1 + 1
-    )  # of each: warming up, and one replay; recording computes nothing
-    assert out.tolist() == [float(runs)] * 4
+    # Of each: warming up, and one replay. Recording computes nothing.
+    runs = len(seen[0]) - 1 + 1
+    assert word.tolist() == [2.0 * runs] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_can_be_made_after_all_others_are_gone() -> None:
+    """The memory pool outlives them, also where cuBLAS keeps its workspace in it."""
+    device = CudaDevice()
+    x = torch.ones(64, 64, device=device.torch_device)
+    for _ in range(2):
+        graph = device.graph()
+        (out,) = graph.capture(lambda: (x @ x,))
+        graph.replay()
+        assert out.eq(64.0).all()
+        del graph, out
+        torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
