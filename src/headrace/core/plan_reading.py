@@ -29,6 +29,16 @@ _KNOWN = frozenset(
     gpt_oss gemma2 gemma3 gemma3_text deepseek_v2 deepseek_v3 deepseek_v4 ernie4_5_moe glm4_moe
     glm_moe_dsa kimi_k2 minimax_m2 opt""".split()
 )
+# What published configurations leave to their class's defaults (transformers 5.24), by model_type.
+_DEFAULTS: Mapping[str, Config] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    }
+}
 # Layers that draft further tokens.
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Layers that are neither attention nor linear attention as it is read here are said by these keys.
@@ -59,6 +69,7 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
     if isinstance(text, Mapping):
         notes.append("only the text model is counted, not the towers for images or sound")
         config = {**config, **text, "text_config": None}
+    config = {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
     if config.get("max_position_embeddings") is None:
         notes.append(
             f"config.json does not say how long a context may be: {SHORT_CONTEXT:,} is taken"
