@@ -28,7 +28,8 @@ def attention_kinds(config: Config, hidden: int, layers: int) -> tuple[Attention
         if applies(config):
             return read(config, hidden, layers)
     raise UnsupportedModelError(
-        f"model_type {config.get('model_type')!r}: the attention cannot be counted",
+        f"model_type {config.get('model_type')!r}: config.json has neither num_attention_heads nor "
+        "kv_lora_rank: the attention cannot be counted",
         hint=ATTENTIONS,
     )
 
