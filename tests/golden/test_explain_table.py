@@ -34,6 +34,22 @@ def report(step_s: float = 10e-6):
     return explain("a toy", sample, dense_model(), machine(**KERNELS))
 
 
+def test_on_80_columns_names_stand_above_their_numbers():
+    wide, narrow = table(report()), table(report(), 80)
+    numbers = [line for line in narrow[2:] if line.startswith("    ")]
+    assert max(map(len, numbers)) <= 80
+    assert " ".join(narrow).split() == " ".join(wide).split()
+    # the heads, each class, what is unexplained, the step: two lines each
+    assert len(narrow) - len(wide) == len(report().rows) + 3
+    ends = narrow[3].index("MEASURED") + len("MEASURED")
+    assert {line[:ends].split()[-1] for line in numbers[1:]} == {"us", "ns"}
+    ends = narrow[3].index("FLOOR") + len("FLOOR")
+    assert numbers[-1][:ends].split()[-1] == "us"  # of the step
+    assert {len(line) for line in numbers} == {4 + 72}
+    # where there is room for both they stand side by side
+    assert table(report(), max(map(len, wide))) == wide
+
+
 def test_golden_text():
     found = report()
     text = "\n".join([*table(found), *roofline(found, 1e12, 1e9), *changes(found)]) + "\n"

@@ -28,7 +28,10 @@ _READ_SHARE = 8  # at most this part of the memory that is free
 
 def add_parser(commands: Commands) -> None:
     parser = add_command(
-        commands, "bench", "measure this machine and keep its profile for later runs", run
+        commands,
+        "bench",
+        "measure this machine, in about a minute, and keep its profile for later runs",
+        run,
     )
     parser.add_argument(
         "what",

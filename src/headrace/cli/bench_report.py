@@ -61,13 +61,18 @@ def rows(profile: MachineProfile, peaks: Mapping[str, float]) -> list[tuple[str,
             peak = peaks.get(name)
             found.append(
                 (
-                    label + ("" if exact else name.removeprefix(prefix)),
+                    label + ("" if exact else _words(name.removeprefix(prefix))),
                     format_rate(rate),
                     format_rate(profile.rates.get(name + OVERLAPPED)),
                     "" if not peak else f"{rate.value / peak:.0%} of {_peak(peak, rate)}",
                 )
             )
     return found
+
+
+def _words(rest: str) -> str:
+    """What is behind a rate's prefix, for people."""
+    return rest.removesuffix("_of16") + ", 16 tokens each" if rest.endswith("_of16") else rest
 
 
 def _peak(value: float, rate: Rate) -> str:
@@ -93,11 +98,14 @@ def print_table(profile: MachineProfile, peaks: Mapping[str, float]) -> None:
     gpu = "no GPU" if profile.gpu is None else profile.gpu.name
     link = "" if profile.link is None else f", {profile.link.name}"
     table = Table(title=f"{gpu}{link}; {profile.host.cpu}, {counted(profile.host.cores, 'core')}")
-    table.add_column("rate")
-    for heading in ("alone", "beside the other path", "of the theoretical peak"):
-        table.add_column(heading, justify="right")
-    for row in rows(profile, peaks):
-        table.add_row(*row)
+    found = rows(profile, peaks)
+    heads = ("rate", "alone", "beside the other path", "of the theoretical peak")
+    # Without a GPU there is no other path, and no peak is known.
+    shown = [i for i in range(len(heads)) if i < 2 or any(row[i] for row in found)]
+    for i in shown:
+        table.add_column(heads[i], justify="right" if i else "left")
+    for row in found:
+        table.add_row(*(row[i] for i in shown))
     console = Console()
     console.print(table)
     if profile.best_threads is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.cli import columns
 from headrace.cli.exit_codes import EXIT_INTERRUPTED
 from headrace.cli.flags import Commands, add_command, whole_number
 from headrace.cli.progress import loading_progress
@@ -123,7 +124,7 @@ def table(rows: list[CacheRow], tokens: int, layers: int, experts: int) -> list[
         *(() if few is None else ("", few[0].upper() + few[1:] + ".")),
         "",
         "Shares of look-ups served, from an empty cache. LRU drops the least recently used expert; "
-        "the\nstatic set is the best in hindsight; Belady knows the future, and nobody has more.",
+        "the static set is the best in hindsight; Belady knows the future, and nobody has more.",
     ]
 
 
@@ -187,9 +188,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         from headrace.explain import report_text
 
-        print("\n".join(table(rows, len(ids[0]), len(ids), experts)))
+        columns.show(table(rows, len(ids[0]), len(ids), experts))
         print("\nWhere a step's time goes (`headrace explain MODEL` says more):\n")
-        print("\n".join(report_text.table(report)))
+        columns.show(report_text.table(report, columns.terminal_width()))
     return 0
 
 

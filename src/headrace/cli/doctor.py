@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
+from headrace.cli.columns import show
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.sizes import format_size
 from headrace.core.errors import ConfigError
@@ -152,9 +154,10 @@ def _account_lines(machine: Machine, accounts: Accounts) -> list[tuple[str, str]
     found.append(("machine profile", accounts.profile_note))
     if accounts.profile is not None:
         age, best = age_days(accounts.profile), accounts.profile.best_threads
-        said = (
-            "of unknown age" if age is None else f"measured {counted(age, 'day', form='.0f')} ago"
-        )
+        said = "of unknown age"
+        if age is not None:
+            days = counted(age, "day", form=".0f")
+            said = "measured today" if age < 0.5 else f"measured {days} ago"
         said += "" if best is None else f"; best number of CPU threads {best}"
         found.append(("", said))
         disturbance = disturbance_text(accounts.profile.disturbed)
@@ -174,6 +177,17 @@ def _memory_lines(machine: Machine) -> list[tuple[str, str]]:
         ("memory limit", limit),
         ("usable now", format_size(memory.usable_available_nbytes)),
     ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-7, 16``: as Linux lists CPUs. numbers: in their order."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in found)
 
 
 def _device_line(machine: Machine, kernels: Kernels) -> str:
@@ -205,8 +219,8 @@ def lines(
         ("C++ extension", native_line(kernels)),
         *_tile_lines(kernels),
         ("will use", f"{counted(threads.threads, 'thread')}: {threads.reason}"),
-        ("", f"CPUs {', '.join(map(str, threads.cpus))}"),
-        ("", _device_line(machine, kernels)),
+        ("", f"on CPU {_ranges(threads.cpus)}"),
+        ("computes on", _device_line(machine, kernels)),
     ]
 
 
@@ -252,8 +266,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report(machine, threads, kernels, accounts), indent=2))
         return 0
-    for label, text in lines(machine, threads, kernels, accounts):
-        print(f"{label:<18}{text}")
-    for warning in threads.warnings:
-        print(f"{'warning':<18}{warning}")
+    rows = lines(machine, threads, kernels, accounts)
+    rows += [("warning", warning) for warning in threads.warnings]
+    show(f"{label:<18}{text}" for label, text in rows)
     return 0

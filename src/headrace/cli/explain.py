@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.cli.columns import show, terminal_width
 from headrace.cli.flags import Commands, add_command, add_engine_flags, engine_config, whole_number
 from headrace.cli.outputs import check_output, writing
 from headrace.cli.progress import loading_progress
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_data()))
     else:
-        print("\n".join(lines(report, machine)))
+        show(lines(report, machine, terminal_width()))
     return 0
 
 
@@ -163,8 +164,8 @@ def roofs_of(machine: MachineProfile) -> tuple[float, float]:
     return roofs(machine)
 
 
-def lines(report: ExplainReport, machine: MachineProfile) -> list[str]:
-    """The whole report as text."""
+def lines(report: ExplainReport, machine: MachineProfile, columns: int | None = None) -> list[str]:
+    """The whole report as text. columns: of the terminal, None for any number."""
     from headrace.explain.report_text import changes, roofline, table
 
-    return [*table(report), *roofline(report, *roofs_of(machine)), *changes(report)]
+    return [*table(report, columns), *roofline(report, *roofs_of(machine)), *changes(report)]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.cli.columns import show, table, terminal_width
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.outputs import writing
 from headrace.cli.reporting import note
@@ -221,10 +222,9 @@ def run_list(args: argparse.Namespace) -> int:
     if not rows:
         note("no class matches")
         return 0
-    width = max(len(record.id) for record, _ in rows)
-    print(f"{'CLASS':<{width}}  {'BOUND':<7} {'STATUS':<9} TITLE")
-    for record, bound in rows:
-        print(f"{record.id:<{width}}  {bound or record.kind:<7} {record.status:<9} {record.title}")
+    cells = [(r.id, bound or r.kind, r.status, r.title) for r, bound in rows]
+    for line in table([("CLASS", "BOUND", "STATUS", "TITLE"), *cells], terminal_width()):
+        print(line)
     return 0
 
 
@@ -271,7 +271,7 @@ def run_show(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(as_data(record, catalogue, at), indent=2))
         else:
-            print("\n".join(derivation(record, catalogue, at)))
+            show(derivation(record, catalogue, at))
     return 0
 
 

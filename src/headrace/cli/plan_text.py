@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.cli.plan_rates import rates_text
 from headrace.cli.sizes import format_size
@@ -16,7 +15,7 @@ from headrace.experts.simulate import Prediction
 from headrace.explain.resources import TITLES
 from headrace.explain.step_time import StepTime
 
-LABEL, WIDTH = 12, 108
+LABEL = 12
 BAR = 56
 # One letter for each purpose in a memory bar; what has none is drawn as "#".
 LETTERS = {
@@ -62,7 +61,7 @@ def lines(
         found += ["", *_changes(plan, changes)]
     notes = [*plan.spec.notes]
     if notes:
-        found += ["", *_labelled("notes", [line for text in notes for line in _wrapped(text)])]
+        found += ["", *_labelled("notes", notes)]
     return found
 
 
@@ -77,7 +76,7 @@ def _replay(found: Prediction, recorded: int) -> list[str]:
     return [
         f"{number(found.steps_per_s)} tok/s over {tokens} of the {recorded:,} recorded, "
         f"{found.hit_rate:.0%} of look-ups served",
-        *(() if said is None else _wrapped(f"caution: {said}")),
+        *(() if said is None else [f"caution: {said}"]),
         f"{fetched} a token fetched, {computed} computed by the CPU; idle: {idle}",
     ]
 
@@ -97,11 +96,6 @@ def _labelled(label: str, texts: Sequence[str]) -> list[str]:
     return [f"{label if i == 0 else '':<{LABEL}}{text}" for i, text in enumerate(texts)]
 
 
-def _wrapped(text: str) -> list[str]:
-    """``text`` in lines that a wide terminal takes."""
-    return textwrap.wrap(text, WIDTH - LABEL, break_on_hyphens=False, break_long_words=False)
-
-
 def _head(plan: Plan) -> list[str]:
     spec, machine, work = plan.spec, plan.machine, plan.workload
     parts = [machine.gpu.name] if machine.gpu else []
@@ -117,8 +111,8 @@ def _head(plan: Plan) -> list[str]:
         users += f", {plan.at_once:,} of them at a time"
     return [
         *_labelled("model", [f"{spec.name}: {size}, {format_size(spec.weights_nbytes)}"]),
-        *_labelled("machine", _wrapped(box if machine.name == box else f"{machine.name}: {box}")),
-        *_labelled("rates", [line for text in rates_text(machine) for line in _wrapped(text)]),
+        *_labelled("machine", [box if machine.name == box else f"{machine.name}: {box}"]),
+        *_labelled("rates", rates_text(machine)),
         *_labelled("for", [f"{tokens}{users}, KV cache in {plan.layout.kv_format}"]),
     ]
 
@@ -140,7 +134,9 @@ def _answer(plan: Plan) -> list[str]:
         each = f" together, {number(speed.tokens_s.expected / plan.at_once)} each"
     found += _labelled("speed", [f"{tokens} tok/s{each}"])
     first = interval(speed.ttft_s)
-    found += _labelled("", [f"{first} s to the first token of {plan.workload.prompt:,}"])
+    found += _labelled(
+        "", [f"{first} s to the first token, after a prompt of {plan.workload.prompt:,}"]
+    )
     if plan.layout.mode in ("ram", "disk"):
         hits = speed.hit_rate
         found += _labelled(
@@ -151,8 +147,8 @@ def _answer(plan: Plan) -> list[str]:
                 f"({plan.layout.resident:.1%}) serve {hits.expected:.0%} of look-ups "
                 f"({hits.low:.0%} to {hits.high:.0%})",
                 f"misses: {speed.fetch_share:.0%} fetched, {1 - speed.fetch_share:.0%} computed by the CPU",
-                f"prompts in chunks of up to {counted(plan.layout.chunk, 'token', form=',')}; the others "
-                "travel for each",
+                f"prompts in chunks of up to {counted(plan.layout.chunk, 'token', form=',')}; for each of "
+                "them the other experts travel",
             ],
         )
     found += _labelled(
@@ -176,9 +172,9 @@ def verdict(plan: Plan) -> str:
         "ram": "yes, with some experts in the CPU's part of the memory"
         if shared
         else "yes, with the experts in host memory",
-        "disk": f"only with the disk: short of {short}",
+        "disk": f"only with the disk: {short} are missing",
         "cpu": "yes, in host memory, computed by the CPU",
-        "none": f"does not fit: short of {short}",
+        "none": f"does not fit: {short} are missing",
     }[plan.layout.mode]
 
 
@@ -251,7 +247,7 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> list[str]:
         gain = f"  {change.factor - 1:+.0%}" if change.factor is not None else "  it would fit"
         rows.append(f"{change.name:<28}{tokens}{gain}{_later(plan, change)}")
     if same:
-        rows += _wrapped(f"no gain: {', '.join(same)}")
+        rows.append(f"no gain: {', '.join(same)}")
     return _labelled("one change", rows)
 
 
@@ -265,44 +261,84 @@ def _later(plan: Plan, change: Change) -> str:
     return f", first token after {number(first)} s" if later else ""
 
 
-def comparison(plans: Sequence[Plan]) -> list[str]:
-    """Plans of one model side by side, one column for each."""
-    rows: list[tuple[str, list[str]]] = [("", [p.machine.name for p in plans])]
-    short = {
-        "vram": "in VRAM",
+def comparison(plans: Sequence[Plan], width: int | None = None) -> list[str]:
+    """Plans of one model side by side, one column for each. width: columns of the terminal, None for any
+    number; what does not fit beside the others comes below them."""
+    rows = [row for row in _compared(plans) if row[0] in ALWAYS or set(row[1]) - {"-"}]
+    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
+    found: list[str] = []
+    for some in _beside(widths, width):
+        found += [""] if found else []
+        found += [
+            (f"{label:<{LABEL}}" + "  ".join(cells[i].ljust(widths[i]) for i in some)).rstrip()
+            for label, cells in rows
+        ]
+    for machine in {p.machine.name: p.machine for p in plans}.values():
+        said = f"rates of {machine.name}: {'; '.join(rates_text(machine))}"
+        found += [said] if rates_text(machine) else []
+    return found
+
+
+def _beside(widths: Sequence[int], width: int | None) -> list[range]:
+    """Runs of columns that fit the terminal beside their labels, one at least."""
+    found: list[range] = []
+    first, taken = 0, LABEL
+    for i, size in enumerate(widths):
+        if width is not None and i > first and taken + size > width:
+            found.append(range(first, i))
+            first, taken = i, LABEL
+        taken += size + 2
+    return [*found, range(first, len(widths))]
+
+
+# Rows of a comparison that are there even if no plan has them.
+ALWAYS = ("", "fits", "tok/s", "first token")
+
+
+def _compared(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    """Labels and cells; "-" where a plan has nothing."""
+
+    def row(label: str, cell: Callable[[Plan], str]) -> tuple[str, list[str]]:
+        return label, [cell(plan) for plan in plans]
+
+    def rate(plan: Plan, name: str) -> str:
+        return number(getattr(plan.speed.tokens_s, name)) if plan.speed else "-"
+
+    def used(plan: Plan, tier: str) -> str:
+        nbytes = plan.layout.total(tier)
+        return format_size(nbytes) if nbytes else "-"
+
+    many = any(plan.workload.concurrency > 1 for plan in plans)
+    kinds = len({plan.layout.kv_format for plan in plans})
+    return [
+        row("", lambda p: p.machine.name),
+        row("fits", _where),
+        row("missing", lambda p: format_size(p.layout.short_nbytes) if p.layout.short else "-"),
+        row("at a time", lambda p: f"{p.at_once:,}" if many else "-"),
+        row("KV cache", lambda p: p.layout.kv_format if kinds > 1 else "-"),
+        row("tok/s", lambda p: rate(p, "expected")),
+        row("  at least", lambda p: rate(p, "low")),
+        row("  at most", lambda p: rate(p, "high")),
+        row("first token", lambda p: f"{number(p.speed.ttft_s.expected)} s" if p.speed else "-"),
+        row("hit rate", _hits),
+        row("binds", lambda p: resource(p, p.speed.decode.bound) if p.speed else "-"),
+        row("VRAM used", lambda p: used(p, "vram")),
+        row("RAM used", lambda p: used(p, "ram")),
+        row("disk used", lambda p: used(p, "disk")),
+    ]
+
+
+def _where(plan: Plan) -> str:
+    """Where a plan's weights are, in two words."""
+    gpu = plan.machine.gpu
+    shared = gpu is not None and gpu.unified
+    return {
+        "vram": "in memory" if shared else "in VRAM",
         "ram": "experts in RAM",
         "disk": "needs disk",
         "cpu": "on the CPU",
         "none": "no",
-    }
-    rows.append(("fits", [short[p.layout.mode] for p in plans]))
-    rows.append(
-        (
-            "short of",
-            [format_size(p.layout.short_nbytes) if p.layout.short_nbytes else "-" for p in plans],
-        )
-    )
-    if any(p.workload.concurrency > 1 for p in plans):
-        rows.append(("at a time", [f"{p.at_once:,}" for p in plans]))
-    rows.append(("tok/s", [number(p.speed.tokens_s.expected) if p.speed else "-" for p in plans]))
-    rows.append(("  at least", [number(p.speed.tokens_s.low) if p.speed else "-" for p in plans]))
-    rows.append(("  at most", [number(p.speed.tokens_s.high) if p.speed else "-" for p in plans]))
-    rows.append(
-        ("first token", [f"{number(p.speed.ttft_s.expected)} s" if p.speed else "-" for p in plans])
-    )
-    rows.append(("hit rate", [_hits(p) for p in plans]))
-    rows.append(("binds", [resource(p, p.speed.decode.bound) if p.speed else "-" for p in plans]))
-    for tier, label in (("vram", "VRAM used"), ("ram", "RAM used"), ("disk", "disk used")):
-        rows.append((label, [format_size(p.layout.total(tier)) for p in plans]))
-    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
-    found = [
-        (f"{label:<{LABEL}}" + "  ".join(c.ljust(w) for c, w in zip(cells, widths))).rstrip()
-        for label, cells in rows
-    ]
-    for machine in {p.machine.name: p.machine for p in plans}.values():
-        said = f"rates of {machine.name}: {'; '.join(rates_text(machine))}"
-        found += _wrapped(said) if rates_text(machine) else []
-    return found
+    }[plan.layout.mode]
 
 
 def _hits(plan: Plan) -> str:

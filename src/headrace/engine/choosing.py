@@ -127,7 +127,11 @@ def host_budget(config: EngineConfig, machine: Machine, chosen: Chosen) -> int:
     total, available = machine.memory.usable_total_nbytes, machine.memory.usable_available_nbytes
     if config.ram_budget_nbytes is None:
         budget = available - available // SYSTEM_SHARE
-        chosen("ram_budget", budget, f"what is available now, less 1/{SYSTEM_SHARE} for others")
+        chosen(
+            "ram_budget",
+            megabytes(budget),
+            f"what is available now, less 1/{SYSTEM_SHARE} for others",
+        )
         return budget
     if config.ram_budget_nbytes > total:
         raise ConfigError(
@@ -136,7 +140,7 @@ def host_budget(config: EngineConfig, machine: Machine, chosen: Chosen) -> int:
             hint="give less, or leave it out",
             param="--ram-budget",
         )
-    chosen("ram_budget", config.ram_budget_nbytes, "as configured")
+    chosen("ram_budget", megabytes(config.ram_budget_nbytes), "as configured")
     return config.ram_budget_nbytes
 
 

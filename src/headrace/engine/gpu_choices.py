@@ -56,22 +56,24 @@ def vram_budget(config: EngineConfig, gpu: GpuInfo, chosen: Chosen) -> int:
     """Bytes of GPU memory that this process may use, the driver's own for it included."""
     if config.vram_budget_nbytes is None:
         budget = gpu.memory_free_nbytes - gpu.memory_free_nbytes // OTHERS_SHARE
-        chosen("vram_budget", budget, f"what is free now, less 1/{OTHERS_SHARE} for others")
+        chosen(
+            "vram_budget", megabytes(budget), f"what is free now, less 1/{OTHERS_SHARE} for others"
+        )
         return budget
     if config.vram_budget_nbytes > gpu.memory_total_nbytes:
         raise ConfigError(
-            f"--vram-budget is {config.vram_budget_nbytes} bytes; {gpu.name} has "
-            f"{gpu.memory_total_nbytes}",
+            f"--vram-budget is {megabytes(config.vram_budget_nbytes)}; {gpu.name} has "
+            f"{megabytes(gpu.memory_total_nbytes)}",
             hint="give less, or leave it out",
             param="--vram-budget",
         )
     if config.vram_budget_nbytes > gpu.memory_free_nbytes:
         raise DoesNotFitError(
-            f"--vram-budget is {config.vram_budget_nbytes} bytes; other programs leave "
-            f"{gpu.memory_free_nbytes} of {gpu.name}",
+            f"--vram-budget is {megabytes(config.vram_budget_nbytes)}; other programs leave "
+            f"{megabytes(gpu.memory_free_nbytes)} of {gpu.name}",
             hint="give less, or end them",
         )
-    chosen("vram_budget", config.vram_budget_nbytes, "as configured")
+    chosen("vram_budget", megabytes(config.vram_budget_nbytes), "as configured")
     return config.vram_budget_nbytes
 
 

@@ -92,5 +92,7 @@ def workspace_nbytes(
 
 
 def megabytes(nbytes: int) -> str:
-    """As plans print bytes."""
+    """As plans print bytes: in megabytes, and in kilobytes or bytes where those would be next to none."""
+    if 0 < abs(nbytes) < 10**6:
+        return f"{nbytes / 1e3:,.0f} kB" if abs(nbytes) >= 1000 else f"{nbytes} B"
     return f"{nbytes / 1e6:,.0f} MB"

@@ -26,6 +26,9 @@ UNIFIED_GPU_SHARE = 0.75
 # Tokens of the longest prefill chunk, which sets the workspace: what the engine takes on a GPU
 # (resolve_gpu.DEFAULT_MAX_BATCH_TOKENS) where no experts travel for each.
 CHUNK_TOKENS = 2048
+# The same where the CPU computes (resolve.DEFAULT_MAX_BATCH_TOKENS), in float32.
+CPU_CHUNK_TOKENS = 512
+_GPU_ELEMENT, _CPU_ELEMENT = 2, 4
 
 Mode = Literal["vram", "ram", "disk", "cpu", "none"]
 
@@ -78,13 +81,18 @@ class Layout:
         return self.capacity.get(tier, 0) - self.total(tier)
 
 
-def workspace_nbytes(spec: PlanSpec, workload: Workload, chunk: int = CHUNK_TOKENS) -> int:
+def workspace_nbytes(
+    spec: PlanSpec,
+    workload: Workload,
+    chunk: int = CHUNK_TOKENS,
+    element_nbytes: int = _GPU_ELEMENT,
+) -> int:
     """Bytes of the largest step's intermediate results: an upper bound, for one layer at a time.
 
-    Rows of a piece of a prefill chunk in bfloat16: residual, normalised, attention's output and the next
-    residual; queries, keys and values of the widest kind; the chosen experts' gates, ups and outputs. Then
-    float32 logits of each sequence. A longer chunk keeps, of all of its rows, the residual in float32, what
-    experts read, and one expert's activations (``engine.vram_plan.long_chunk_nbytes``).
+    Rows of a piece of a prefill chunk, in bfloat16 on a GPU: residual, normalised, attention's output and
+    the next residual; queries, keys and values of the widest kind; the chosen experts' gates, ups and
+    outputs. Then float32 logits of each sequence. A longer chunk keeps, of all of its rows, the residual in
+    float32, what experts read, and one expert's activations (``engine.vram_plan.long_chunk_nbytes``).
     """
     tokens = min(chunk, max(workload.prompt, workload.concurrency))
     rest, tokens = max(tokens - PIECE_ROWS, 0), min(tokens, PIECE_ROWS)
@@ -95,7 +103,7 @@ def workspace_nbytes(spec: PlanSpec, workload: Workload, chunk: int = CHUNK_TOKE
     )
     rows = 4 * spec.hidden + max(width, inner + spec.num_experts_per_token * spec.hidden)
     kept = 6 * spec.hidden + 2 * (spec.expert_weights // (3 * spec.hidden) if spec.sparse else 0)
-    return 2 * tokens * rows + rest * kept + 8 * workload.concurrency * spec.vocab
+    return element_nbytes * tokens * rows + rest * kept + 8 * workload.concurrency * spec.vocab
 
 
 def lay_out(
@@ -147,16 +155,19 @@ def _without_gpu(spec: PlanSpec, machine: MachineProfile, workload: Workload) ->
     vram, ram = capacities(machine)
     made = workload.kv_on_cpu or workload.kv_format
     weights = {k: n for k, n in spec.nbytes().items() if n}
-    fixed = {"workspace": workspace_nbytes(spec, workload), "reserve": RESERVE_NBYTES}
+    workspace = workspace_nbytes(spec, workload, CPU_CHUNK_TOKENS, _CPU_ELEMENT)
+    fixed = {"workspace": workspace, "reserve": RESERVE_NBYTES}
     everything = weights | _kv(spec, workload, made) | fixed
     capacity = {"vram": vram, "ram": ram}
     short = sum(everything.values()) - ram + system_lack(machine)
     used = {"ram": everything}
     if short <= 0:
-        return Layout("cpu", used, capacity, resident=0.0, kv_format=made)
+        chunk = CPU_CHUNK_TOKENS
+        return Layout("cpu", used, capacity, resident=0.0, chunk=chunk, kv_format=made)
     on_host = Layout("none", used, capacity, resident=0.0, short={"ram": short}, kv_format=made)
     if machine.gpu is None:
         return on_host
+    fixed = {"workspace": workspace_nbytes(spec, workload), "reserve": RESERVE_NBYTES}
     wanted = weights | _kv(spec, workload, workload.kv_format) | fixed
     on_gpu = replace(
         _too_small(spec, wanted, capacity, system_lack(machine)), kv_format=workload.kv_format

@@ -158,7 +158,7 @@ def _resolve_on_cpu(
     )
     plan = room.plan(num_blocks * block_tokens, workspace(context))
     plan.require_fit("give a smaller --context or a larger --ram-budget, or --kv-format bf16")
-    chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
+    chosen("memory", megabytes(plan.total_nbytes), plan.describe())
     missing = host.missing_kernels
     return Resolved(
         context=context,

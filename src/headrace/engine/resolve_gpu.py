@@ -27,10 +27,7 @@ from headrace.engine.chunk_tokens import StreamedModel, choose_chunk_tokens
 from headrace.engine.expert_rates import STEP_TOKENS, automatic_placement
 from headrace.engine.gpu_choices import choose_dense_format, vram_budget, vram_warnings
 from headrace.engine.kv_choice import KVPool, KVSupport, choose_kv
-from headrace.engine.memory_plan import (
-    RESERVE_NBYTES,
-    MemoryPlan,
-)
+from headrace.engine.memory_plan import RESERVE_NBYTES, MemoryPlan, megabytes
 from headrace.engine.resolved import GpuSupport, Resolved
 from headrace.engine.vram_plan import (
     ELEMENT_NBYTES,
@@ -39,6 +36,7 @@ from headrace.engine.vram_plan import (
     dense_nbytes,
     graphs_nbytes,
 )
+from headrace.engine.vram_room import GpuRoom
 from headrace.experts.chunk_choice import ChunkChoice
 from headrace.experts.model_layout import ExpertKind, model_layouts, widest
 from headrace.experts.placement import Placement, most_fetched
@@ -109,7 +107,7 @@ def resolve_on_gpu(
         experts_nbytes=0,
         budget_nbytes=budget,
     )
-    room = _GpuRoom(spec, KVPool(spec, kv, block_tokens, seqs, batch), block_tokens, empty)
+    room = GpuRoom(spec, KVPool(spec, kv, block_tokens, seqs, batch), block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
     streams = placed.layout is not None and placed.mode in ("stream", "hybrid")
     workspace = replace(workspace, streamed=streams)
@@ -139,7 +137,7 @@ def resolve_on_gpu(
     vram.require_fit("give a smaller --context or a larger --vram-budget, or --experts hybrid")
     if placed.layout is not None:
         _record_slots(placed.layout, vram, sizes, config.expert_slots, chosen)
-    chosen("vram", f"{vram.total_nbytes} bytes", vram.describe())
+    chosen("vram", megabytes(vram.total_nbytes), vram.describe())
     plan = MemoryPlan(
         weights_nbytes=sizes.expert_nbytes if placed.mode != "gpu" else 0,
         kv_nbytes=0,
@@ -152,7 +150,7 @@ def resolve_on_gpu(
             "the experts must fit the host's memory; choose a smaller model or format, or name a "
             "folder on a fast disk with --expert-disk"
         )
-    chosen("memory", f"{plan.total_nbytes} bytes", plan.describe())
+    chosen("memory", megabytes(plan.total_nbytes), plan.describe())
     return Resolved(
         context=context,
         kv_format=kv.format.name,
@@ -219,45 +217,12 @@ def _choose_chunks(
 
 
 @dataclass(frozen=True)
-class _GpuRoom:
-    """GPU memory as the KV pool sees it: one block more than the pool is needed for padding.
-
-    share: of the free memory the pool gets at most 1 / ``share``.
-    """
-
-    spec: ModelSpec
-    pool: KVPool
-    block_tokens: int
-    empty: VramPlan
-    share: int = 1
-
-    def with_experts(self, nbytes: int) -> _GpuRoom:
-        return replace(self, empty=replace(self.empty, experts_nbytes=nbytes))
-
-    def with_batch(self, tokens: int) -> _GpuRoom:
-        return replace(self, pool=replace(self.pool, max_batch_tokens=tokens))
-
-    def plan(self, kv_tokens: int, workspace: int) -> VramPlan:
-        return replace(
-            self.empty,
-            kv_nbytes=self.pool.nbytes(-(-kv_tokens // self.block_tokens)),
-            workspace_nbytes=workspace,
-        )
-
-    def tokens(self, workspace: int, share: int = 1) -> int:
-        """See ``choosing.Room``."""
-        one = self.plan(self.block_tokens, workspace)  # the padding's block
-        free = max(0, one.headroom_nbytes + self.pool.fixed_nbytes)
-        return self.pool.blocks_in(free // max(share, self.share)) * self.block_tokens
-
-
-@dataclass(frozen=True)
 class _Placed:
     """Where experts go. nbytes: of experts that do not lie in slots; layout: of those that do."""
 
     mode: str
     reason: str
-    room: _GpuRoom
+    room: GpuRoom
     kv_share: int
     nbytes: int = 0
     layout: SlabLayout | None = None
@@ -268,7 +233,7 @@ def _place_experts(
     spec: ModelSpec,
     sizes: ModelSizes,
     support: GpuSupport,
-    room: _GpuRoom,
+    room: GpuRoom,
     workspace: Callable[[int], int],
     dense: str,
 ) -> _Placed:
@@ -377,7 +342,7 @@ def _with_slots(placed: _Placed, plan: VramPlan, slots: int | None, step_tokens:
         if (slots + transit) * size > room:
             raise DoesNotFitError(
                 f"--expert-slots is {slots}, and {transit} for what is on its way: "
-                f"{(slots + transit) * size} bytes; there is room for {room}",
+                f"{megabytes((slots + transit) * size)}; there is room for {megabytes(room)}",
                 hint="give fewer, or a larger --vram-budget",
                 param="--expert-slots",
             )
@@ -400,7 +365,9 @@ def _record_slots(
 ) -> None:
     slots = vram.experts_nbytes // layout.slice_nbytes
     share = vram.experts_nbytes / max(sizes.expert_nbytes, 1)
-    what = f"slices of {layout.slice_nbytes} bytes, {min(share, 1.0):.0%} of the experts' bytes"
+    what = (
+        f"slices of {megabytes(layout.slice_nbytes)}, {min(share, 1.0):.0%} of the experts' bytes"
+    )
     if asked is None:
         chosen("expert_slots", slots, f"{what}: what everything else leaves")
     else:

@@ -12,8 +12,8 @@ from headrace.core.errors import InternalError, MachineError
 from headrace.core.kv_formats import FORMATS, KEY_GROUP, MAX_HEAD_DIM
 from headrace.core.model_spec import ModelSpec
 from headrace.core.step import StepStats
-from headrace.core.words import counted, plural
 from headrace.explain import advice, leaf
+from headrace.explain.advice_text import WORTH_SAYING, advice_lines, threads_lines
 from headrace.explain.cost import BYTE_RATES, Work, price
 from headrace.explain.kernel_rates import ExpertPrice, predict
 from headrace.explain.running_cost import ClassWork, RunningModel, StepRows, running_cost
@@ -29,10 +29,8 @@ PROPERTIES: Mapping[str, tuple[str, ...]] = {
     "GPU arithmetic": ("gpu_flops",),
     "link rate": ("pcie",),
 }
-NOTABLE = 0.05  # share of a step from which a class is worth a sentence
 ABOVE_ROOF = 0.95  # measured over floor, below which noise is no explanation
 ALONE = 1.3  # times what the kernels take alone, from which something else must be going on
-WORTH_SAYING = 0.01  # changes of less than a hundredth of the throughput are left out
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def explain(
         predicted_s=predicted_s,
         hardware=tuple(_hardware(step)),
         software=tuple(_software(step)),
-        advice=(*_advice(step), *_threads(step, threads)),
+        advice=(*advice_lines(step), *threads_lines(step, threads)),
         notes=tuple(_doubts(rows, machine, step_s, predicted_s)),
     )
 
@@ -248,27 +246,6 @@ def _work_of(ident: str, costs: Mapping[str, ClassWork], stats: Sequence[StepSta
         pcie_nbytes=mean(one.bytes.pcie for one in seen),
         dram_nbytes=mean(one.bytes.dram for one in seen),
     )
-
-
-def _threads(step: advice.Calibrated, threads: int | None) -> list[str]:
-    """Whether cores are left, and how much of the step they could help."""
-    cores = step.machine.host.cores
-    if threads is None or step.model.gpu:
-        return []
-    if threads >= cores:
-        return [
-            "Threads: " + plural(cores, "the only core computes.", f"all {cores} cores compute.")
-        ]
-    bound = sum(
-        step.measured[name]
-        for name, one in running_cost(step.model, step.rows).items()
-        if name in step.measured and price(one.work, step.machine).bound == "cpu"
-    )
-    return [
-        f"Threads: {threads} of {counted(cores, 'core')} {plural(threads, 'computes', 'compute')}; "
-        f"--threads {cores} can help the {bound / step.step_s:.0%} of the step that arithmetic binds, and "
-        "the rest until the memory's rate is reached."
-    ]
 
 
 def _row(
@@ -344,57 +321,3 @@ def _software(step: advice.Calibrated) -> list[Change]:
         waited_s = sum(step.measured.get(i, 0.0) for i in (leaf.EXPERT_FETCH, leaf.EXPERTS_CPU))
         changes.append(_change(step, "twice the expert slots", step.step_s - (1 - left) * waited_s))
     return [change for change in changes if abs(change.gain - 1) > WORTH_SAYING]
-
-
-def _batching(step: advice.Calibrated) -> str:
-    """What more sequences would give, as far as the KV pool holds them."""
-    gains, most = advice.batching(step), step.most_times
-    full = ""
-    if most is not None and step.room is not None:
-        longest = max(new + cached for new, cached in step.rows.sequences)
-        full = (
-            f"the KV pool of {counted(step.room.num_tokens, 'token', form=',')} holds "
-            f"{counted(step.room.sequences(longest), 'sequence')} of {longest:,} (`headrace serve "
-            "--kv-tokens` sets its size)"
-        )
-    if not gains:
-        return f"Batching: {full}."
-    best = max(gains, key=lambda gain: gain.tokens_per_s)
-    now = step.rows.tokens / step.step_s
-    line = (
-        f"Batching: {best.batch} times the sequences give {best.tokens_per_s / now:.1f} times the "
-        f"tokens, each sequence {now * best.batch / best.tokens_per_s:.1f} times slower."
-    )
-    return f"{line} No more fit: {full}." if full and best.batch == most else line
-
-
-def _advice(step: advice.Calibrated) -> list[str]:
-    lines: list[str] = []
-    if step.rows.decode:
-        lines.append(advice.speculation(step).text())
-        lines.append(_batching(step))
-    moe = step.model.spec.moe
-    if moe is not None and step.model.misses_of_twice_the_slots is not None:
-        need = advice.offloaded_break_even(moe.num_experts, moe.num_experts_per_token)
-        lines.append(
-            f"Where moving missing experts is all that counts, and routing is uniform, drafting needs an "
-            f"acceptance of {need:.0%}: 1 - {moe.num_experts_per_token}/{moe.num_experts}."
-        )
-    bits = 8 * step.model.weights_nbytes / sum(s.elements for s in step.model.matrices.values())
-    gain = step.step_s / advice.with_weight_bits(step, advice.FEW_BITS)
-    if gain > 1 + WORTH_SAYING:
-        lines.append(
-            f"Quantisation: the weights take {bits:.1f} bits on average; {advice.FEW_BITS} would make "
-            f"the step {gain:.2f} times faster if the kernels kept their distance from the floor."
-        )
-    else:
-        lines.append(
-            f"Quantisation: fewer bits than the weights' {bits:.1f} would hardly change this step."
-        )
-    sampling = step.measured.get(leaf.SAMPLING, 0.0) / step.step_s
-    if sampling > NOTABLE:
-        lines.append(
-            f"Sampling takes {sampling:.0%} of the step: it reads all {step.model.spec.vocab:,} logits once "
-            "for a greedy token, three times with top-k or top-p."
-        )
-    return lines

@@ -15,9 +15,23 @@ PLOT_WIDTH, PLOT_HEIGHT = 64, 14
 LETTERS = ascii_letters
 
 
-def table(report: ExplainReport) -> list[str]:
-    """Title, a line for each class, the gap, the sum."""
+# Columns of the numbers beside a class's name.
+NUMBERS_WIDTH = 72
+INDENT = 4
+
+
+def table(report: ExplainReport, columns: int | None = None) -> list[str]:
+    """Title, a line for each class, the gap, the sum.
+
+    columns: of the terminal, None for any number. Where names do not fit beside the numbers they have lines
+    of their own.
+    """
     width = max(len(row.id) for row in report.rows) + 2
+    apart = columns is not None and width + NUMBERS_WIDTH > columns
+
+    def line(name: str, numbers: str) -> list[str]:
+        return [name, " " * INDENT + numbers] if apart else [f"{name:<{width}}{numbers}"]
+
     head = (
         f"{report.model} on {report.machine}: {report.phase} of {counted(report.sequences, 'sequence')}, "
         f"{counted(report.tokens, 'token')} after {report.context:,}; mean of "
@@ -26,18 +40,20 @@ def table(report: ExplainReport) -> list[str]:
     lines = [
         head,
         "",
-        f"{'CLASS':<{width}} {'CALLS':>5} {'FLOP':>8} {'BYTES':>8} {'FLOP/B':>7} {'BOUND':<7}"
-        f"{'FLOOR':>8} {'MEASURED':>9} {'RATIO':>6} {'SHARE':>6}",
+        *line(
+            "CLASS",
+            f" {'CALLS':>5} {'FLOP':>8} {'BYTES':>8} {'FLOP/B':>7} {'BOUND':<7}"
+            f"{'FLOOR':>8} {'MEASURED':>9} {'RATIO':>6} {'SHARE':>6}",
+        ),
     ]
     for letter, row in zip(LETTERS, report.rows):
-        lines.append(_line(letter, row, width))
+        lines += line(f"{letter} {row.id}", _numbers(row))
     share = report.gap_s / report.step_s
-    lines.append(
-        f"{'unexplained':<{width}} {'':>46} {seconds(report.gap_s):>9} {'':>6} {share:>6.1%}"
-    )
-    lines.append(
-        f"{'step':<{width}} {'':>37}{seconds(report.floor_s):>9} {seconds(report.step_s):>9} "
-        f"{figures(report.step_s / report.floor_s) if report.floor_s else '-':>6} {1:>6.0%}"
+    lines += line("unexplained", f"{'':>48} {seconds(report.gap_s):>9} {'':>6} {share:>6.1%}")
+    ratio = figures(report.step_s / report.floor_s) if report.floor_s else "-"
+    lines += line(
+        "step",
+        f"{'':>40}{seconds(report.floor_s):>8} {seconds(report.step_s):>9} {ratio:>6} {1:>6.0%}",
     )
     lines += ["", f"{figures(report.tokens_per_s)} tokens a second."]
     if report.predicted_s is not None:
@@ -46,15 +62,14 @@ def table(report: ExplainReport) -> list[str]:
     return [*lines, *report.notes]
 
 
-def _line(letter: str, row: ClassRow, width: int) -> str:
-    name = f"{letter} {row.id}"
+def _numbers(row: ClassRow) -> str:
     intensity = "-" if row.intensity is None else figures(row.intensity)
     ratio = "-" if row.ratio is None else figures(row.ratio)
     flops = amount(row.flops, "").strip() if row.flops else "-"
     nbytes = amount(row.nbytes, "B") if row.nbytes else "-"
     floor = seconds(row.floor_s) if row.floor_s else "-"
     return (
-        f"{name:<{width}} {figures(row.calls):>5} {flops:>8} {nbytes:>8} {intensity:>7} "
+        f" {figures(row.calls):>5} {flops:>8} {nbytes:>8} {intensity:>7} "
         f"{row.bound or '-':<7}{floor:>8} {seconds(row.measured_s):>9} {ratio:>6} {row.share:>6.1%}"
     )
 
@@ -115,7 +130,7 @@ def roofline(report: ExplainReport, peak: float, memory: float) -> list[str]:
         lines.append(f"{labels.get(index, '').strip():>8} |{''.join(row_cells).rstrip()}")
     lines.append(f"{'':>8} +{'-' * PLOT_WIDTH}")
     lines.append(
-        f"{'':>10}{figures(left, 2):<{PLOT_WIDTH - 12}}{figures(right, 2):>12} FLOPs a byte"
+        f"{'':>10}{figures(left, 2):<12}{'FLOPs a byte':^{PLOT_WIDTH - 24}}{figures(right, 2):>12}"
     )
     lines += [
         f"In one place, drawn as {letters[0]}: {', '.join(letters)}"

@@ -13,12 +13,33 @@ from headrace.core.errors import HeadraceError
 from headrace.machine.device import HostDevice
 from headrace.ops import registry
 
+# What each operation of the registry does.
+ABOUT: Mapping[str, str] = {
+    "embed": "looks up the tokens' rows",
+    "rmsnorm": "normalises each row",
+    "linear": "multiplies by a matrix, and adds bias and residual",
+    "linear_group": "multiplies by several matrices at once: queries, keys and values",
+    "gated_linear": "multiplies by gate and up, and joins them",
+    "rope": "rotates queries and keys by their positions",
+    "kv_append": "writes keys and values into the cache",
+    "attention_prefill": "attention of a prompt's tokens",
+    "attention_decode": "attention of one token of each sequence",
+    "sealed_append": "writes into a quantised cache, and seals pages that are full",
+    "sealed_attention_prefill": "attention of a prompt's tokens over a quantised cache",
+    "sealed_attention_decode": "attention of one token of each sequence over a quantised cache",
+    "router_topk": "chooses each token's experts",
+    "moe": "multiplies by the chosen experts",
+    "attention_block": "a layer's attention in one call",
+    "dense_block": "a layer's feed-forward in one call",
+    "route": "a layer's router in one launch",
+    "sample": "chooses tokens where the logits are: greedily, or drawn",
+}
 # What is no operation of the registry, by the back-end that has it: groups of kernels behind one door.
 GROUPS: Mapping[str, tuple[str, str]] = {
     "expert_cache": ("triton", "plans, fetches and multiplies experts that a GPU keeps in slots"),
     "expert_service": ("cpu", "multiplies experts in host memory, beside a GPU"),
 }
-SAMPLING = "sampling"
+HOST_SAMPLER = "host_sampler"
 HOST = "host"  # NumPy in the engine itself, on every machine
 
 
@@ -27,7 +48,7 @@ class Entry:
     """One operation, or a group of kernels.
 
     backends: those that have it; cpu: the one that serves on this machine's CPU, None if none does, as where
-    its parts serve instead; gpu: on its GPU; about: what a group does, or is made of
+    its parts serve instead; gpu: on its GPU; about: what it does
     """
 
     name: str
@@ -54,7 +75,11 @@ def inventory() -> Inventory:
     gpu = registry.resolve(["triton", "reference"]).describe() if reasons["triton"] is None else {}
     entries = [
         Entry(
-            name, tuple(b for b, ops in have.items() if name in ops), cpu.get(name), gpu.get(name)
+            name,
+            tuple(b for b, ops in have.items() if name in ops),
+            cpu.get(name),
+            gpu.get(name),
+            ABOUT[name],
         )
         for name in registry.OP_NAMES
     ]
@@ -64,8 +89,10 @@ def inventory() -> Inventory:
         entries.append(
             Entry(name, (backend,), None if backend == "triton" else works, on_gpu, about)
         )
-    about = "chooses tokens, with NumPy in the engine"
-    entries.append(Entry(SAMPLING, (HOST,), HOST, HOST if gpu else None, about))
+    about = (
+        "chooses tokens in the engine, with NumPy: on a CPU, and where `sample` lacks what is asked"
+    )
+    entries.append(Entry(HOST_SAMPLER, (HOST,), HOST, HOST if gpu else None, about))
     return Inventory(tuple(entries), reasons)
 
 

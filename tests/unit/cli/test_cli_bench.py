@@ -149,6 +149,20 @@ def test_a_disturbed_profile_says_so_in_its_report(capsys: pytest.CaptureFixture
     assert "disturbed: other programs kept 42% of the CPUs busy during PCIe" in out
 
 
+def test_columns_without_a_number_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"dram_read": rate(40), "cpu_experts_mxfp4_of16": rate(9)}
+    bench_report.print_table(replace(PROFILE, gpu=None, link=None, rates=rates), {})
+    out = capsys.readouterr().out
+    assert "alone" in out
+    assert "beside" not in out
+    assert "theoretical" not in out
+    assert "CPU experts, mxfp4, 16 tokens each" in out
+    bench_report.print_table(PROFILE, {"pcie_h2d": 31.5})
+    out = " ".join(capsys.readouterr().out.split())
+    assert "beside" in out
+    assert "theoretical" in out
+
+
 def test_only_what_is_there_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "disk"]) == 2
     assert "machine" in capsys.readouterr().err

@@ -64,6 +64,14 @@ def test_it_says_whether_matrix_tiles_are_used_and_why_not(host: Path) -> None:
     assert "matrix tiles" not in text_of(host, MISSING)
 
 
+def test_cpus_are_listed_as_linux_does(host: Path) -> None:
+    assert doctor._ranges([0, 1, 2, 3, 8, 16, 17]) == "0-3, 8, 16-17"
+    assert doctor._ranges([5]) == "5"
+    machine = probe_machine(host, affinity=range(20))
+    threads = dataclasses.replace(choose_threads(machine.cpu), cpus=(2, 3, 4, 9))
+    assert ("", "on CPU 2-4, 9") in doctor.lines(machine, threads, BUILT)
+
+
 def test_a_gpu_is_named_and_not_promised(host: Path) -> None:
     machine = probe_machine(host, affinity=range(20))
     gpu = GpuInfo(0, "NVIDIA H200", 150 * 10**9, 149 * 10**9, "580.95")
@@ -131,6 +139,10 @@ def test_memory_of_both_kinds_and_the_profile(host: Path) -> None:
     assert data["profile"]["best_threads"] == 7
     assert round(data["profile"]["age_days"]) == 3
     assert "disturbed" not in text
+    now = dataclasses.replace(profile, measured_at=datetime.now(UTC).isoformat())
+    fresh = dataclasses.replace(accounts, profile=now)
+    rows = doctor.lines(seen, choose_threads(machine.cpu), BUILT, fresh)
+    assert any(text.startswith("measured today;") for _, text in rows)
     assert data["profile"]["disturbed"] == {}
     busy = dataclasses.replace(
         accounts, profile=dataclasses.replace(profile, disturbed={"CPU experts": 0.31})

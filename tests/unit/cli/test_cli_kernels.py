@@ -13,7 +13,7 @@ from headrace.cli import kernels
 from headrace.cli.main import main
 from headrace.machine.device import HostDevice
 from headrace.ops import lowering
-from headrace.ops.inventory import Entry, Inventory
+from headrace.ops.inventory import ABOUT, Entry, Inventory
 from headrace.ops.registry import BACKENDS, OP_NAMES, OPTIONAL, resolve, unavailable_reason
 from tests.fixtures.triton_interpreter import needs_triton
 
@@ -104,7 +104,10 @@ def test_every_operation_is_listed_with_its_back_ends(capsys: pytest.CaptureFixt
     assert main(["kernels", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     entries = {entry["name"]: entry for entry in found["operations"]}
-    assert list(entries) == [*OP_NAMES, "expert_cache", "expert_service", "sampling"]
+    assert list(entries) == [*OP_NAMES, "expert_cache", "expert_service", "host_sampler"]
+    assert set(ABOUT) == set(OP_NAMES)
+    assert all(entry["about"] for entry in entries.values())
+    assert len({entry["about"] for entry in entries.values()}) == len(entries)
     assert set(found["backends"]) == set(BACKENDS)
     for name in set(OP_NAMES) - OPTIONAL:
         assert {"cpu", "reference"} & set(entries[name]["backends"])
@@ -122,11 +125,19 @@ def test_what_is_there_and_cannot_be_used_says_why():
     )
     reasons = {"triton": "no CUDA device", "reference": None}
     assert kernels.lines(Inventory(entries, reasons)) == [
-        "OPERATION  triton  reference  ON THE CPU  ON THE GPU",
+        "OPERATION  triton  reference  ON THE CPU  ON THE GPU  WHAT",
         "embed      (yes)   yes        reference   -",
         "route      (yes)   -          -           -           in one: linear, router_topk",
         "",
         "(yes): triton cannot be used here: no CUDA device",
+    ]
+    assert kernels.lines(Inventory(entries, reasons), 50)[3:9] == [
+        "embed",
+        "    (yes)   yes        reference   -",
+        "route",
+        "    (yes)   -          -           -",
+        "    in one: linear, router_topk",
+        "",
     ]
     usable = kernels.lines(Inventory(entries, {"triton": None, "reference": None}))
     assert usable[1].split() == ["embed", "yes", "yes", "reference", "-"]

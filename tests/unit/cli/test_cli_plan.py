@@ -346,11 +346,6 @@ def test_numbers_of_any_length_are_taken_or_refused(digits, capsys):
         assert "at most 9223372036854775807" in capsys.readouterr().err
 
 
-def test_long_lines_are_broken(capsys):
-    machine = "rtx-4090+pcie4x16+ddr5-5600-dual+ram=192GiB"
-    assert max(map(len, said(capsys, "gpt-oss-20b", "--machine", machine).splitlines())) <= 108
-
-
 def test_small_models_are_counted_in_millions(capsys):
     assert "tiny: 15.01 million weights, 4 million of them a token" in said(
         capsys, "tiny", "--machine", "ddr5-6000-dual"

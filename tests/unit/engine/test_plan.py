@@ -9,11 +9,13 @@ import pytest
 
 from headrace.core.config_library import bundled_model
 from headrace.core.errors import ConfigError
+from headrace.engine import resolve
 from headrace.engine.plan import fetch_share, make_plan, with_rate
 from headrace.engine.plan_changes import alternatives, changes, faster_ways
 from headrace.engine.plan_hits import expected_hit_rate
 from headrace.engine.plan_memory import (
     CHUNK_TOKENS,
+    CPU_CHUNK_TOKENS,
     VRAM_RESERVE_NBYTES,
     Workload,
     workspace_nbytes,
@@ -292,6 +294,12 @@ def test_one_memory_has_no_link():
 def test_a_chunk_is_the_engines():
     assert CHUNK_TOKENS == DEFAULT_MAX_BATCH_TOKENS
     assert plan("llama-3-8b", "rtx-4090").layout.chunk == CHUNK_TOKENS
+    assert CPU_CHUNK_TOKENS == resolve.DEFAULT_MAX_BATCH_TOKENS
+    found = plan("llama-3-8b", "ddr5-6000-dual", Workload(4096, prompt=2048))
+    assert found.layout.chunk == CPU_CHUNK_TOKENS
+    # float32: four rows of 4,096, gate, up and their product of 14,336; then logits, twice
+    workspace = 4 * 512 * (4 * 4096 + 3 * 14336) + 2 * 4 * 128256
+    assert found.layout.used["ram"]["workspace"] == workspace
     one, long = (plan("gpt-oss-120b", "rtx-4090", Workload(32768, prompt=n)) for n in (2048, 8192))
     assert long.layout.chunk == 16_384 + 2048
     # What is not resident crosses a PCIe 4.0 x16, of which the engine gets 0.88, once in both: 2,048 tokens

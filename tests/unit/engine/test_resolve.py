@@ -9,7 +9,7 @@ from headrace.core.errors import ConfigError, DoesNotFitError
 from headrace.core.kv_formats import FORMATS
 from headrace.core.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from headrace.engine.kv_choice import KVChoice, KVPool
-from headrace.engine.memory_plan import RESERVE_NBYTES, MemoryPlan, workspace_nbytes
+from headrace.engine.memory_plan import RESERVE_NBYTES, MemoryPlan, megabytes, workspace_nbytes
 from headrace.engine.resolve import BLOCK_TOKENS, resolve
 from headrace.machine.cgroup import Cgroup
 from headrace.machine.probe import CpuInfo, GpuInfo, LogicalCpu, Machine, MemoryInfo
@@ -78,6 +78,17 @@ def test_defaults_on_a_roomy_machine():
     assert len(names) == len(set(names))
     assert all(c.reason for c in made.choices)
     assert {"context", "kv_format", "threads", "block_tokens", "kv_tokens", "memory"} <= set(names)
+
+
+def test_bytes_are_printed_as_people_read_them():
+    values = {c.name: c.value for c in choose().choices}
+    assert values["ram_budget"] == "14,400 MB"  # 16 GB, less a tenth
+    given = {c.name: c.value for c in choose(config(ram_budget_nbytes=2_500_000_000)).choices}
+    assert given["ram_budget"] == "2,500 MB"
+    # the sum that the reason ends with
+    reason = next(c.reason for c in choose().choices if c.name == "memory")
+    assert f"= {values['memory']} of 14,400 MB" in reason
+    assert [megabytes(n) for n in (0, 999, 12_345, 2_600_000)] == ["0 MB", "999 B", "12 kB", "3 MB"]
 
 
 def test_a_small_machine_gets_the_context_that_fits():

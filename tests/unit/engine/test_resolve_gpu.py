@@ -94,6 +94,9 @@ def test_a_dense_model_on_a_large_gpu():
     assert len(names) == len(set(names))
     assert all(c.reason for c in made.choices)
     assert {"device", "dense_format", "kv_format", "vram_budget", "vram", "experts"} <= set(names)
+    values = {c.name: c.value for c in made.choices}
+    assert values["vram_budget"] == "81,604 MB"  # 80 GiB less a twentieth
+    assert values["vram"].endswith(" MB")
     assert made.plan.kv_nbytes == 0
 
 

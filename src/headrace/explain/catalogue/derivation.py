@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,6 @@ from headrace.explain.catalogue.record import Catalogue, Record, Symbols
 from headrace.explain.resources import TITLES, WORK_UNITS
 from headrace.explain.units_text import amount, figures, seconds
 
-WIDTH = 96
 # What a record's correction speaks of as "the page".
 CORRECTS = "Corrects the page of FLOP classes that this catalogue began with"
 
@@ -96,13 +94,13 @@ def output_lines(record: Record, at: Setting) -> list[str]:
 
 
 def derivation(record: Record, catalogue: Catalogue, at: Setting) -> list[str]:
-    """Everything about one record, as lines of text."""
+    """Everything about one record, as lines of text: a paragraph is one."""
     head = f"{record.id}  ({record.category}; {record.status}, confidence {record.confidence:.2f})"
-    lines = [head, record.title, "", *textwrap.wrap(record.about, WIDTH)]
+    lines = [head, record.title, "", _paragraph(record.about)]
     if record.ignores:
-        lines += textwrap.wrap(f"Leaves out: {record.ignores}.", WIDTH)
+        lines.append(_paragraph(f"Leaves out: {record.ignores}."))
     if record.correction:
-        lines += ["", *textwrap.wrap(f"{CORRECTS}: {record.correction}", WIDTH)]
+        lines += ["", _paragraph(f"{CORRECTS}: {record.correction}")]
     if record.work:
         lines += ["", f"WORK  {at.about}; on {machine_title(at)}"]
         lines += [f"  {line}" for line in work_lines(record, at)]
@@ -121,18 +119,12 @@ def derivation(record: Record, catalogue: Catalogue, at: Setting) -> list[str]:
     users = catalogue.leaned_on()[record.id]
     for title, ids in (("LEANS ON", record.leans_on), ("LEANED ON BY", users)):
         if ids:
-            lines += [
-                "",
-                title,
-                *textwrap.wrap(
-                    ", ".join(ids),
-                    WIDTH,
-                    initial_indent="  ",
-                    subsequent_indent="  ",
-                    break_on_hyphens=False,
-                ),
-            ]
+            lines += ["", title, f"  {', '.join(ids)}"]
     return [*lines, "", "SOURCES", *(f"  {source}" for source in record.sources)]
+
+
+def _paragraph(text: str) -> str:
+    return " ".join(text.split())
 
 
 def machine_title(at: Setting) -> str:
@@ -154,9 +146,8 @@ def _symbol_lines(record: Record, symbols: Symbols, at: Setting) -> list[str]:
         strange = at.own is not None and symbol.group == "model" and name not in at.own
         if strange and at.values[name]:
             where += " (an example's: the model has none)"
-        lines.append(
-            f"  {name:<12} {figures(at.values[name], 4):>12} {symbol.unit_text:<14} {where}"
-        )
+        unit = "" if symbol.unit_text == "1" else symbol.unit_text
+        lines.append(f"  {name:<12} {figures(at.values[name], 4):>12} {unit:<14} {where}")
     return lines
 
 
