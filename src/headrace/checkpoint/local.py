@@ -10,7 +10,7 @@ from typing import Any, cast
 from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.checkpoint.gguf import first_parts, read_summary, split_paths
 from headrace.checkpoint.hub_cache import cache_folder, cached_repositories
-from headrace.checkpoint.resolve import MODELS_VARIABLE, models_folder
+from headrace.checkpoint.models_folder import MODELS_VARIABLE, models_folder
 from headrace.checkpoint.strict_json import read_object
 from headrace.core.errors import ConfigError, HeadraceError
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from headrace.checkpoint.aliases import ALIASES, find_alias
 from headrace.checkpoint.gguf import first_parts
 from headrace.checkpoint.hub import Progress, fetch, parse_reference
+from headrace.checkpoint.models_folder import models_folder
 from headrace.core.config_library import bundled_names
 from headrace.core.errors import CheckpointError, ModelNotFoundError
-
-MODELS_VARIABLE = "HEADRACE_MODELS"
-
-
-def models_folder() -> Path | None:
-    """The folder of models that the environment variable ``HEADRACE_MODELS`` names."""
-    given = os.environ.get(MODELS_VARIABLE)
-    return Path(given).expanduser() if given else None
 
 
 def resolve_ref(ref: str, *, progress: Progress | None = None) -> Path:

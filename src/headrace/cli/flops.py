@@ -179,11 +179,14 @@ def setting_of(args: argparse.Namespace, symbols: Symbols) -> Callable[[Record],
     def at(record: Record) -> Setting:
         base = profile or (DEFAULT if about else record.profile)
         found = setting(symbols, base, values, machine)
+        if about:
+            found = replace(found, own=frozenset(values))
         gpu = found.machine.gpu
         too_large = gpu is not None and nbytes > gpu.memory_nbytes
         if too_large and found.values.get("n_moe") and "offl" not in values:
             found = setting(symbols, base, {**values, "offl": 1.0}, machine)
-            return replace(found, about=f"{about}, experts in host memory{changed}")
+            away = f"{about}, experts in host memory{changed}"
+            return replace(found, about=away, own=frozenset(values))
         return replace(found, about=(about or found.about) + changed)
 
     return at

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from headrace.checkpoint.models_folder import models_folder
 from headrace.cli.plan_rates import MAIN_RATES
 from headrace.cli.reporting import note
 from headrace.core.config_library import bundled_model, bundled_names
@@ -22,33 +23,44 @@ THIS = "this"
 
 
 def read_model(ref: str) -> PlanSpec:
-    """A bundled name, a folder with config.json or that file, a .gguf file, or a hub id, of which config.json
-    is read.
+    """A path (a folder with config.json or that file, a .gguf file or the folder of one), an alias, a name in
+    the folder of models, a bundled name, or a hub id, of which config.json is read.
 
     Raises:
         HeadraceError: nothing of that name is here, or it cannot be read.
     """
     path = Path(ref).expanduser()
-    if path.is_dir():
-        return _read_folder(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return _read_checkpoint(str(path), path.stem)
-    if path.suffix == ".json":
-        return _read_config(path)
+    if path.is_dir() or path.is_file() or path.suffix == ".json":
+        return _read_path(path)
+    from headrace.checkpoint.aliases import ALIASES
+
+    if ref in ALIASES:
+        return _read_checkpoint(ref, ref)
+    folder = models_folder()
+    if folder is not None:
+        for name in (ref, f"{ref}.gguf"):
+            if (folder / name).exists():
+                return _read_path(folder / name)
     if ref.rsplit("/", 1)[-1].lower() not in bundled_names():
-        from headrace.checkpoint.aliases import ALIASES
         from headrace.checkpoint.hub import fetch_config, parse_reference
 
-        if ref in ALIASES:
-            return _read_checkpoint(ref, ref)
         reference = parse_reference(ref)
         if reference is not None and reference.file is None and reference.quant is None:
-            return _read_folder(fetch_config(reference), ref.rsplit("/", 1)[-1])
+            return _read_config(fetch_config(reference) / "config.json", ref.rsplit("/", 1)[-1])
     return bundled_model(ref).spec()
 
 
-def _read_folder(path: Path, name: str = "") -> PlanSpec:
-    return _read_config(path / "config.json", name or path.resolve().name)
+def _read_path(path: Path) -> PlanSpec:
+    """What an existing path says: a config.json is enough, as weights may be downloaded later."""
+    if path.suffix == ".json":
+        return _read_config(path)
+    folder = path.parent if path.suffix == ".safetensors" else path
+    if folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.glob("*.gguf"))):
+        return _read_config(folder / "config.json")
+    from headrace.checkpoint.resolve import resolve_path
+
+    file = resolve_path(folder)
+    return _read_checkpoint(str(file), file.stem)
 
 
 def _read_config(file: Path, name: str = "") -> PlanSpec:

@@ -28,7 +28,8 @@ def attention_kinds(config: Config, hidden: int, layers: int) -> tuple[Attention
         if applies(config):
             return read(config, hidden, layers)
     raise UnsupportedModelError(
-        f"model_type {config.get('model_type')!r}: the attention cannot be counted",
+        f"model_type {config.get('model_type')!r}: config.json has neither num_attention_heads nor "
+        "kv_lora_rank: the attention cannot be counted",
         hint=ATTENTIONS,
     )
 
@@ -77,6 +78,10 @@ def _windowed_layers(config: Config, layers: int) -> tuple[int, str]:
     types = _layer_types(config, layers, (*_WINDOWS, "full_attention"))
     if not types and family == "gpt_oss":
         types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if not types and family in ("llama4", "llama4_text") and config.get("attention_chunk_size"):
+        every = count(config, "no_rope_layer_interval", default=4)
+        rotated = counts(config, "no_rope_layers") or [(i + 1) % every for i in range(layers)]
+        types = ["chunked_attention" if i else "full_attention" for i in rotated]
     if types:
         found = {one for one in types if one in _WINDOWS}
         if len(found) > 1:
@@ -188,6 +193,8 @@ def _latent(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, ..
     every = max(1, count(config, "index_topk_freq", default=1))
     offset = count(config, "index_skip_topk_offset", default=2)
     indexed = sum(max(i - offset + 1, 0) % every == 0 for i in range(layers))
+    if kinds := names(config, "indexer_types"):
+        indexed = kinds[:layers].count("full")
     shared = (kind("latent-shared-index", layers - indexed, False),) if indexed < layers else ()
     return (kind("latent-indexed", indexed, True), *shared)
 

@@ -15,8 +15,9 @@ HINT = "is this a language model's config.json, as it was published?"
 _POSITIVE = frozenset(
     """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     max_position_embeddings full_attention_interval decoder_sparse_step num_experts_per_tok
-    num_experts_per_token experts_per_token moe_intermediate_size sliding_window_pattern
-    _sliding_window_pattern""".split()
+    num_experts_per_token experts_per_token moe_topk moe_top_k moe_k moe_intermediate_size
+    sliding_window_pattern _sliding_window_pattern interleave_moe_layer_step moe_layer_interval
+    no_rope_layer_interval""".split()
 )
 
 

@@ -66,7 +66,7 @@ def stored_formats(config: Config, layers: Mapping[str, Iterable[int]]) -> Store
             hint=f"known: {', '.join(_PLAIN)}; or plan the .gguf file",
         )
     formats = dict.fromkeys(KINDS, plain)
-    quantised = config.get("quantization_config")
+    quantised = config.get("quantization_config") or config.get("quantization")
     if not quantised:
         return StoredFormats(formats, {})
     if not isinstance(quantised, Mapping):
@@ -76,6 +76,10 @@ def stored_formats(config: Config, layers: Mapping[str, Iterable[int]]) -> Store
         )
     scheme = scheme_of(config, cast("Config", quantised))
     bits: dict[str, float] = {}
+    if scheme.tables and scheme.default is not None:
+        for table in ("embedding", "lm_head", "router"):
+            formats[table] = scheme.default.name or plain
+            bits[table] = scheme.default.bits
     for kind in _MODULES:
         found = _modules(scheme, kind, layers.get(kind, ()), Stored.of(plain))
         if not found:

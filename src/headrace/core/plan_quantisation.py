@@ -98,6 +98,7 @@ class Scheme:
     named: tuple[tuple[Modules, Stored], ...] = ()
     left_out: Modules = field(default_factory=Modules)
     kinds: Mapping[str, Stored] = field(default_factory=dict[str, Stored])
+    tables: bool = False  # embedding and output head are stored as the default, too
 
     def of(self, kind: str, names: Iterable[str], plain: Stored) -> Stored:
         """How the module is stored that has one of these names; ``plain``: what is not quantised."""
@@ -113,7 +114,7 @@ class Scheme:
 
 
 def scheme_of(config: Config, quantised: Config) -> Scheme:
-    """The scheme that a ``quantization_config`` describes.
+    """The scheme that a ``quantization_config`` describes, or MLX's ``quantization``, which has no method.
 
     Raises:
         ConfigError: it has a value that cannot be.
@@ -123,6 +124,8 @@ def scheme_of(config: Config, quantised: Config) -> Scheme:
     left_out = Modules.of(_left_out(quantised))
     if method == "mxfp4":
         return Scheme(left_out=left_out, kinds={"experts": MXFP4})
+    if not method and "bits" in quantised and "group_size" in quantised:
+        return _mlx(quantised)
     kinds: dict[str, Stored] = {}
     if "fp4" in str(config.get("expert_dtype") or quantised.get("expert_dtype") or "").lower():
         kinds["experts"] = MXFP4
@@ -142,7 +145,7 @@ def _linear(method: str, quantised: Config) -> tuple[Stored | None, _Named]:
     """What matrices are stored in, and those that are stored otherwise."""
     if method in ("fp8", "fbgemm_fp8"):
         return FP8, ()
-    if method in ("gptq", "awq"):
+    if method in ("gptq", "awq", "auto-round", "auto_round"):
         return _grouped(quantised), _dynamic(quantised)
     if method == "bitsandbytes":
         return _bitsandbytes(quantised), ()
@@ -159,6 +162,31 @@ def _linear(method: str, quantised: Config) -> tuple[Stored | None, _Named]:
         return _by_group(cast("Config", groups), quantised)
     formats = {"float-quantized": FP8, "naive-quantized": FP8, "nvfp4-pack-quantized": NVFP4}
     return formats.get(str(quantised.get("format"))), ()
+
+
+def _mlx(quantised: Config) -> Scheme:
+    """MLX: all matrices, tables too; modules may have numbers of their own, or be left out."""
+    named: list[tuple[Modules, Stored]] = []
+    plain: list[str] = []
+    for name, own in quantised.items():
+        if isinstance(own, Mapping):
+            values: Config = {**quantised, **cast("Config", own)}
+            named.append((Modules.of([name]), _mlx_stored(values)))
+        elif own is False:
+            plain.append(name)
+    return Scheme(_mlx_stored(quantised), tuple(named), Modules.of(plain), tables=True)
+
+
+def _mlx_stored(values: Config) -> Stored:
+    known = {"mxfp4": MXFP4, "nvfp4": NVFP4, "mxfp8": Stored("", 8.25)}
+    mode = str(values.get("mode") or "affine")
+    if mode in known:
+        return known[mode]
+    group = values.get("group_size")
+    stored = _whole(values.get("bits"), group, zero_points=False)
+    # beside the scale a bias of the same type
+    more = SCALE_BITS / group if isinstance(group, int) and group > 0 else 0.0
+    return Stored("", stored.bits + more)
 
 
 def _left_out(quantised: Config) -> list[str]:

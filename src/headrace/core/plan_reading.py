@@ -7,14 +7,14 @@ and cached elements, not to compute with them. What it needs and does not find i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
-from headrace.core.errors import ConfigError
-from headrace.core.plan_attention import attention_kinds
-from headrace.core.plan_fields import HINT, Config, count, counts
+from headrace.core.errors import ConfigError, UnsupportedModelError
+from headrace.core.plan_attention import ATTENTIONS, attention_kinds
+from headrace.core.plan_fields import HINT, Config, count
 from headrace.core.plan_formats import stored_formats
+from headrace.core.plan_mixture import dense_weights, mixture_of
 from headrace.core.plan_spec import PlanSpec
-from headrace.core.words import counted
 
 SHORT_CONTEXT = 2048  # where none is said: as the models had that were published before it was said
 MOST_LAYERS = 10_000  # far above any model's: layers are looked at one by one
@@ -25,9 +25,33 @@ _TIED = frozenset(
 )
 # What was held against published sizes or the engine's own count; others are read alike, and noted.
 _KNOWN = frozenset(
-    """llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_moe olmoe gpt_oss gemma2
-    gemma3 gemma3_text deepseek_v2 deepseek_v3 deepseek_v4 glm4_moe glm_moe_dsa kimi_k2 minimax_m2
-    opt""".split()
+    """llama llama4 mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5 qwen3_5_moe olmoe
+    gpt_oss gemma2 gemma3 gemma3_text deepseek_v2 deepseek_v3 deepseek_v4 ernie4_5_moe glm4_moe
+    glm_moe_dsa kimi_k2 minimax_m2 opt""".split()
+)
+# What published configurations leave to their class's defaults (transformers 5.24), by model_type.
+_DEFAULTS: Mapping[str, Config] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    }
+}
+# Layers that draft further tokens.
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+# Layers that are neither attention nor linear attention as it is read here are said by these keys.
+_OTHER_LAYERS = (
+    *("hybrid_override_pattern", "layers_block_type", "block_types", "attn_layer_period"),
+    *(
+        "attn_type_list",
+        "linear_attn_config",
+        "mamba_d_state",
+        "mamba_d_ssm",
+        "ssm_state_size",
+        "ssm_cfg",
+    ),
 )
 
 
@@ -45,12 +69,14 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
     if isinstance(text, Mapping):
         notes.append("only the text model is counted, not the towers for images or sound")
         config = {**config, **text, "text_config": None}
+    config = {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
     if config.get("max_position_embeddings") is None:
         notes.append(
             f"config.json does not say how long a context may be: {SHORT_CONTEXT:,} is taken"
         )
     family = str(config.get("model_type", ""))
-    if family and family not in _KNOWN:
+    _refuse_other_layers(config)
+    if family and family.removesuffix("_text") not in _KNOWN:
         notes.append(
             f"model_type {family!r} is not known here: it is counted as a decoder with gated feed-forwards"
         )
@@ -63,10 +89,10 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
             param="num_hidden_layers",
         )
     kinds = attention_kinds(config, hidden, layers)
-    mixture, dense_layers = _mixture(config, hidden, layers)
+    mixture, dense_layers = mixture_of(config, hidden, layers)
     dense = len(dense_layers)
     stored = stored_formats(config, _layers_of_kinds(layers, dense_layers))
-    extra = count(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
+    extra = count(config, *_EXTRA_LAYERS, default=0)
     experts = int(mixture.get("num_experts", 0)) * int(mixture.get("expert_weights", 0))
     per_layer = (sum(k.layers * (k.qkv_weights + k.o_weights) for k in kinds) // layers) + experts
     return PlanSpec(
@@ -77,7 +103,7 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
         max_context=count(config, "max_position_embeddings", default=SHORT_CONTEXT),
         attention=kinds,
         dense_layers=dense,
-        dense_weights=_dense(config, hidden) if dense else 0,
+        dense_weights=dense_weights(config, hidden) if dense else 0,
         tied=bool(config.get("tie_word_embeddings", family in _TIED)),
         extra_weights=extra * per_layer,
         formats=stored.formats,
@@ -85,6 +111,23 @@ def spec_from_config(config: Config, name: str = "") -> PlanSpec:
         notes=tuple(notes),
         **mixture,
     )
+
+
+def _refuse_other_layers(config: Config) -> None:
+    """Refuse what would be counted as attention in every layer and is not.
+
+    Raises:
+        UnsupportedModelError: the configuration describes such layers.
+    """
+    for key in _OTHER_LAYERS:
+        value: object = config.get(key)
+        words = cast("list[object]", value) if isinstance(value, list) else []
+        plain = bool(words) and all(word in ("attention", "full_attention", 1) for word in words)
+        if value not in (None, [], {}, 0, "") and not plain:  # MiniMax-M2 says 1 for every layer
+            raise UnsupportedModelError(
+                f"config.json has {key}: its layers that are no attention cannot be counted",
+                hint=ATTENTIONS,
+            )
 
 
 def _layers_of_kinds(layers: int, dense: frozenset[int]) -> dict[str, Sequence[int]]:
@@ -96,44 +139,3 @@ def _layers_of_kinds(layers: int, dense: frozenset[int]) -> dict[str, Sequence[i
         "experts": mixtures,
         "shared": mixtures,
     }
-
-
-def _mixture(config: Config, hidden: int, layers: int) -> tuple[dict[str, Any], frozenset[int]]:
-    """The fields of a mixture (``moe_layers`` 0 where there is none), and the layers without experts."""
-    experts = count(config, "num_local_experts", "n_routed_experts", "num_experts", default=0)
-    if not experts:
-        return {"moe_layers": 0}, frozenset(range(layers))
-    chosen = count(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
-    if chosen > experts:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok is {chosen} and there are {counted(experts, 'expert')}",
-            hint=HINT,
-            param="num_experts_per_tok",
-        )
-    inner = count(config, "moe_intermediate_size", "intermediate_size")
-    shared = count(config, "shared_expert_intermediate_size", default=0)
-    if not shared:
-        shared = inner * count(config, "n_shared_experts", "num_shared_experts", default=0)
-    step = count(config, "decoder_sparse_step", default=1)
-    dense = set(counts(config, "mlp_only_layers"))
-    dense |= set(range(min(layers, count(config, "first_k_dense_replace", default=0))))
-    dense |= {i for i in range(layers) if (i + 1) % step}
-    dense &= set(range(layers))
-    biased = config.get("model_type") == "gpt_oss"
-    fields = {
-        "moe_layers": layers - len(dense),
-        "num_experts": experts,
-        "num_experts_per_token": chosen,
-        "expert_weights": 3 * hidden * inner,
-        "expert_biases": 2 * inner + hidden if biased else 0,
-        "shared_weights": 3 * hidden * shared,
-        "router_weights": experts * hidden,
-    }
-    return fields, frozenset(dense)
-
-
-def _dense(config: Config, hidden: int) -> int:
-    """Elements of one dense feed-forward: gated (three matrices), or OPT's plain one (two)."""
-    if "ffn_dim" in config:
-        return 2 * hidden * count(config, "ffn_dim")
-    return 3 * hidden * count(config, "intermediate_size")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.explain import leaf
-from headrace.explain.catalogue.functions import acceptance_for, round_tokens
+from headrace.explain.catalogue.functions import acceptance_for, distinct, round_tokens
 from headrace.explain.cost import Work, price
 from headrace.explain.kernel_rates import ExpertPrice
 from headrace.explain.running_cost import (
@@ -43,6 +43,11 @@ class Room:
     @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_tokens
+
+    def sequences(self, tokens: int) -> int:
+        """How many sequences of so many tokens it holds, when they share nothing."""
+        found = self.num_blocks // -(-tokens // self.block_tokens)
+        return found if self.num_first is None else min(found, self.num_first)
 
     def times(self, rows: StepRows) -> int:
         """How many times as many sequences like those of a step it holds, when they share nothing."""
@@ -80,10 +85,11 @@ class Calibrated:
     ) -> float:
         """A step of other rows, or with changed work, at the measured distance from the floors.
 
-        What has no work here (host work, the gap) stays as it is.
+        Experts beside the model's own weights (in slots, on the way there, on the CPU) grow with the number
+        of different ones, as if routing were uniform. What has no work here (host work, the gap) stays.
         """
         then = running_cost(self.model, rows)
-        total = self.step_s
+        total = self.step_s + self.offloaded_s * (self.touched(rows) / self.touched(self.rows) - 1)
         for name, one in running_cost(self.model, self.rows).items():
             if name not in self.measured:
                 continue
@@ -94,6 +100,20 @@ class Calibrated:
                 ratio = price(work, self.machine).floor_s / before
                 total += self.moving_s(name, one) * (ratio - 1)
         return total
+
+    @property
+    def offloaded_s(self) -> float:
+        """Seconds of experts that are none of the model's own matrices."""
+        if "expert" in self.model.matrices:
+            return 0.0
+        return sum(self.measured.get(name, 0.0) for name in OFFLOADED)
+
+    def touched(self, rows: StepRows) -> float:
+        """Different experts of a layer that a step of ``rows`` wants; 1 without a mixture."""
+        moe = self.model.spec.moe
+        if moe is None:
+            return 1.0
+        return distinct(moe.num_experts, moe.num_experts_per_token, rows.tokens)
 
     def moving_s(self, name: str, one: ClassWork) -> float:
         """The part of a class's measured seconds that changes with its floor.

@@ -52,7 +52,7 @@ def _batching(step: advice.Calibrated) -> str:
         longest = max(new + cached for new, cached in step.rows.sequences)
         full = (
             f"the KV pool of {counted(step.room.num_tokens, 'token', form=',')} holds "
-            f"{counted(most * len(step.rows.sequences), 'sequence')} of {longest:,} (`headrace serve "
+            f"{counted(step.room.sequences(longest), 'sequence')} of {longest:,} (`headrace serve "
             "--kv-tokens` sets its size)"
         )
     if not gains:

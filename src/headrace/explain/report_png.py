@@ -64,7 +64,7 @@ def write_png(report: ExplainReport, peak: float, memory: float, path: Path) -> 
     title = f"{report.model} on {report.machine}: {report.phase}"
     for line in above_roof([(letter, at, rate) for letter, _, at, rate in points], peak, memory):
         title += f"\n{line}"
-    axes.set_title(title)
+    axes.set_title(title, fontsize=10)
     try:
         figure.savefig(path, dpi=120, bbox_inches="tight")
     finally:

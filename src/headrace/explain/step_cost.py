@@ -200,19 +200,36 @@ class _Builder:
         end = shape.context + shape.new_tokens
         pairs = shape.batch * _pairs(kind, shape.context, shape.new_tokens)
         index = shape.batch * _mean_length(shape) * shape.new_tokens / kind.stride
-        flops = 2.0 * kind.heads * (kind.score_dim + kind.value_dim) * pairs
+        flops, width = self.products(kind, pairs)
         flops += 2.0 * kind.index_heads * kind.index_cached * index
         nbytes = shape.batch * kind.attended(end) * kind.cached * bits / 8
         nbytes += shape.batch * end // kind.stride * kind.index_cached * bits / 8
         if kind.state:  # a state is read and written once for each token that is not chunked away
             flops += 6.0 * shape.tokens * kind.state
             nbytes += 8.0 * shape.batch * kind.state
-        moved = shape.tokens * kind.heads * (kind.score_dim + kind.value_dim) * ACTIVATION_NBYTES
+        moved = shape.tokens * kind.heads * width * ACTIVATION_NBYTES
         return Work(
             tensor_flops={"bf16": flops},
             special_ops=float(kind.heads * pairs),
             hbm_nbytes=nbytes + moved,
         ).scale(kind.layers)
+
+    def products(self, kind: AttentionKind, pairs: float) -> tuple[float, int]:
+        """FLOPs of scores and values in one layer, and the elements of a head's query and result.
+
+        Latent attention of a prompt is cheaper with keys and values made from the latent (192 and 128
+        elements a head in DeepSeek-V3, for 576 and 512) unless few tokens come after many, whose keys and
+        values have to be made once more; an index chooses from the latent.
+        """
+        width = kind.score_dim + kind.value_dim
+        folded = 2.0 * kind.heads * width * pairs
+        if self.shape.phase == "decode" or not kind.nope_dim or kind.top_keys is not None:
+            return folded, width
+        value = kind.o_weights // (kind.heads * self.spec.hidden)
+        narrow = kind.nope_dim + kind.score_dim - kind.value_dim + value
+        again = self.shape.batch * self.shape.context * kind.value_dim * (kind.nope_dim + value)
+        unfolded = 2.0 * kind.heads * (narrow * pairs + again)
+        return min((folded, width), (unfolded, narrow))
 
     def expert_leaves(self) -> list[Leaf]:
         """Router and experts, by where they lie."""

@@ -188,3 +188,13 @@ def test_latent_attention_projects_with_its_own_matrices(capsys: pytest.CaptureF
     layer = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256
     argv = ("show", "qkv-projection", "--model", "deepseek-v3", "--machine", "h200", "--json")
     assert json.loads(output(capsys, *argv))["at"]["flops"] == 2 * 61 * layer
+
+
+def test_widths_that_a_model_does_not_have_are_an_example_s(capsys: pytest.CaptureFixture[str]):
+    words = ("show", "mla-latent-attention", "--machine", "h200", "--model")
+    said = [
+        line for line in output(capsys, *words, "llama-3-8b").splitlines() if "example's" in line
+    ]
+    assert [line.split()[0] for line in said] == ["r_kv", "r_rope"]
+    assert "example's" not in output(capsys, *words, "deepseek-v3")
+    assert "example's" not in output(capsys, "show", "mla-latent-attention")

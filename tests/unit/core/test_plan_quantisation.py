@@ -100,6 +100,21 @@ def test_modelopts_layers_have_algorithms_of_their_own():
     assert bits(mixed)["attention"] == 16
 
 
+def test_mlx_stores_its_tables_too():
+    """Four bits with a scale and a bias of 16 for each 64: 4.5; one projection of eight bits."""
+    config = {**LLAMA_8B, "quantization": {"bits": 4, "group_size": 64, "mode": "affine"}}
+    spec = spec_from_config(config)
+    assert spec.bits("dense") == spec.bits("attention") == spec.bits("embedding") == 4.5
+    assert spec.weights_nbytes == pytest.approx(
+        4.5 / 8 * (spec.total_weights - 65 * 4096), rel=1e-3
+    )
+    own = {f"model.layers.{i}.mlp.down_proj": {"bits": 8, "group_size": 64} for i in range(32)}
+    config["quantization"] |= own
+    assert spec_from_config(config).bits("dense") == pytest.approx((4.5 + 4.5 + 8.5) / 3)
+    config["quantization"] = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+    assert spec_from_config(config).bits("dense") == 4.25
+
+
 def test_gptqmodels_exceptions():
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     left_out = {**quantised, "dynamic": {"-:.*self_attn.*": {}}}

@@ -226,6 +226,22 @@ def test_gemma_is_tied_and_counted_as_the_engine_counts_it():
     assert set(ours.attention) == set(bridged.attention)
 
 
+def test_gemma_3_as_it_is_published_leaves_out_what_its_class_has():
+    """Gemma 3 4B's whole text_config: 3.88 billion weights in 34 layers, 5 of which see everything."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    spec = spec_from_config({"model_type": "gemma3", "text_config": text})
+    assert spec.total_weights == pytest.approx(3.88e9, rel=2e-3)
+    assert spec.tied
+    assert [kind.layers for kind in spec.attention] == [5, 29]
+    assert spec.notes == ("only the text model is counted, not the towers for images or sound",)
+
+
 LLAMA_8B = {
     "model_type": "llama",
     "vocab_size": 128256,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.core.errors import MachineError
+from headrace.core.model_spec import MoeSpec
 from headrace.explain import advice, leaf
 from headrace.explain.cost import price
 from headrace.explain.kernel_rates import predict
@@ -55,6 +56,24 @@ def test_break_even_with_experts_in_host_memory():
         assert grown == pytest.approx(tokens)
 
 
+def test_offloaded_experts_grow_with_those_that_more_tokens_touch():
+    """Of 128 experts, 4 a token: five rows touch 128 (1 - (31/32)^5) of them, 4.7 times as many."""
+    base = at_its_floor(dense_model(), machine())
+    moe = MoeSpec(128, 4, 16, "topk_softmax", normalize=True)
+    layers = tuple(replace(one, moe=True) for one in base.model.spec.layers)
+    spec = replace(base.model.spec, moe=moe, layers=layers)
+    model = replace(base.model, spec=spec, misses_of_twice_the_slots=0.5)
+    fetch_s = 1000 * base.step_s  # nothing else counts
+    measured = {**base.measured, leaf.EXPERT_FETCH: fetch_s}
+    step = replace(base, model=model, measured=measured, step_s=base.step_s + fetch_s)
+    found = advice.speculation(step)
+    grown = 128 * (1 - (1 - 4 / 128) ** 5) / 4
+    assert found.round_in_steps == pytest.approx(grown, rel=5e-3)
+    assert found.acceptance == pytest.approx(advice.offloaded_break_even(128, 4), abs=5e-3)
+    sixteen = advice.batching(step, (16,))[0]
+    assert sixteen.step_s == pytest.approx(fetch_s * 32 * (1 - (31 / 32) ** 16), rel=5e-3)
+
+
 def test_batching_shares_the_weights_but_not_the_cache_or_the_host():
     step = at_its_floor(dense_model(), machine(), extra_s=1e-6)
     two = advice.batching(step, (2,))[0]
@@ -77,6 +96,10 @@ def test_no_more_sequences_are_advised_than_the_pool_holds():
     # of a format that has first pages, each sequence needs one
     assert advice.Room(13, 4, num_first=5).times(decode_rows(2, 5)) == 2
     assert advice.batching(replace(step, room=advice.Room(3, 4))) == []
+    # sequences are counted, not multiples of those that ran: 15 of 9 tokens, three blocks each, in 46
+    assert advice.Room(46, 4).sequences(9) == 15
+    assert advice.Room(46, 4).times(decode_rows(8, 8)) == 1
+    assert advice.Room(46, 4, num_first=9).sequences(9) == 9
     # 16 times as many fit: nothing is bounded
     for room in (None, advice.Room(32, 4)):
         free = replace(step, room=room)

@@ -150,3 +150,25 @@ def test_engines_have_sources():
         assert all(len(source) > 7 for source in engine.sources.values())
         shares = [*engine.reach.values(), *engine.kernel.values()]
         assert all(0 < share <= 1 for share in shares)
+
+
+def test_a_prompt_s_latent_attention_is_unfolded():
+    """DeepSeek-V3: 128 heads of 128 + 64 for scores and 128 for values, not the latent's 576 and 512."""
+    spec = bundled_model("deepseek-v3").spec()
+
+    def flops(phase, new, context):
+        leaves = step_leaves(spec, StepShape(phase, 1, new, context), Placement())
+        name = leaf.ATTENTION_PREFILL if phase == "prefill" else leaf.ATTENTION_DECODE
+        return sum(one.work.tensor_flops["bf16"] for one in leaves if one.id == name)
+
+    pairs = 8192 * 8193 / 2
+    assert flops("prefill", 8192, 0) == pytest.approx(61 * 2 * 128 * (192 + 128) * pairs, rel=1e-5)
+    # behind 8,192 tokens, whose keys and values are made again: 512 x (128 + 128) a token and head
+    pairs += 8192 * 8192
+    again = 8192 * 512 * 256
+    wanted = 61 * 2 * 128 * (320 * pairs + again)
+    assert flops("prefill", 8192, 8192) == pytest.approx(wanted, rel=1e-5)
+    # 16 tokens behind 8,192: making them again would cost more than the latent's width does
+    pairs = 16 * 8192 + 16 * 17 / 2
+    assert flops("prefill", 16, 8192) == pytest.approx(61 * 2 * 128 * (576 + 512) * pairs, rel=1e-5)
+    assert flops("decode", 1, 8191) == 61 * 2 * 128 * (576 + 512) * 8192

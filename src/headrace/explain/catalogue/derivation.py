@@ -143,6 +143,9 @@ def _symbol_lines(record: Record, symbols: Symbols, at: Setting) -> list[str]:
         if symbol.group == "unit" or name not in at.values:
             continue
         where = symbol.formula or symbol.about
+        strange = at.own is not None and symbol.group == "model" and name not in at.own
+        if strange and at.values[name]:
+            where += " (an example's: the model has none)"
         unit = "" if symbol.unit_text == "1" else symbol.unit_text
         lines.append(f"  {name:<12} {figures(at.values[name], 4):>12} {unit:<14} {where}")
     return lines

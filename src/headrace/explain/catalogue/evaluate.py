@@ -20,13 +20,15 @@ from headrace.machine.profile import MachineProfile
 class Setting:
     """Values of all symbols with the machine that the rates among them are from.
 
-    ``missing``: symbols without a value, with the rate that the machine lacks for them.
+    ``missing``: symbols without a value, with the rate that the machine lacks for them. ``own``: symbols
+    that were given for a model which is none of the table's; None where it is.
     """
 
     values: Mapping[str, float]
     machine: MachineProfile
     about: str
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    own: frozenset[str] | None = None
 
 
 def setting(

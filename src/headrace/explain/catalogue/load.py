@@ -5,6 +5,7 @@ Loading takes some tens of milliseconds, so nothing loads it on import; callers 
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -14,6 +15,7 @@ from headrace.core.errors import ConfigError, InternalError
 from headrace.explain.catalogue.expression import unit_of
 from headrace.explain.catalogue.record import (
     RESOURCE_UNITS,
+    TOLERANCE,
     Catalogue,
     Check,
     Profile,
@@ -91,6 +93,8 @@ def find_record(catalogue: Catalogue, name: str) -> Record:
     if near:
         more = f"; {len(near) - 6} more have {name!r} in their id" if len(near) > 6 else ""
         hint = f"did you mean {', '.join(near[:6])}?{more}"
+    elif alike := difflib.get_close_matches(name, list(catalogue.records), n=3, cutoff=0.5):
+        hint = f"did you mean {' or '.join(alike)}? {hint}"
     raise ConfigError(f"no FLOP class has the id {name!r}", hint=hint)
 
 
@@ -183,6 +187,6 @@ def _checks(entries: Iterable[Mapping[str, Any]], profile: str) -> Iterable[Chec
             source=entry["source"],
             profile=str(entry.get("profile", profile)),
             values=dict(entry.get("with", {})),
-            tolerance=float(entry.get("tol", 1e-3)),
+            tolerance=float(entry.get("tol", TOLERANCE)),
             page=entry.get("page"),
         )

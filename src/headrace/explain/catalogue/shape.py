@@ -13,8 +13,8 @@ def values_of_plan(spec: PlanSpec) -> dict[str, float]:
     Widths that the description has only as products come out as such: what one dense feed-forward or
     expert has of weights is right, and so is what a layer's projections have. Attention whose keys are not
     as wide as its values takes the mean of both as a head's width, so that operations and cached bytes are
-    right; one vector for both is counted as keys. Layers without a cache are the recurrent ones, and their
-    state is an inner width times a state.
+    right; of one vector for both the values have what is left. Layers without a cache are the recurrent
+    ones, and their state is an inner width times a state.
     """
     weights, nbytes = spec.weights(), spec.nbytes()
     first = _first(spec)
@@ -54,8 +54,8 @@ def values_of_plan(spec: PlanSpec) -> dict[str, float]:
     heads = {"qkv_own": first.heads + 2 * first.kv_heads, "o_own": first.heads}
     found |= {n: v for n, v in own.items() if v != heads[n] * width * spec.hidden}
     if first.cached != 2 * first.kv_heads * width:
-        # bfloat16, as the symbols' own example
-        found |= {"k_b": 2 * first.cached / (first.kv_heads * width), "v_b": 0}
+        # bfloat16, as the symbols' own example: what is kept beyond the keys' width stands as values
+        found |= {"k_b": 2, "v_b": 2 * first.cached / (first.kv_heads * width) - 2}
     if recurrent:
         found |= {
             "d_inner": recurrent[0].heads * recurrent[0].value_dim,
