@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from headrace.checkpoint.open import open_checkpoint
 from headrace.core.kv_formats import FORMATS, pool_shape
@@ -37,6 +34,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.loader import load_model
 from headrace.ops.records import Activation
 from headrace.ops.registry import gpu_experts, resolve
+from tests.fixtures.peak import Peak
 from tests.fixtures.triton_interpreter import INTERPRETED, needs_triton
 
 pytestmark = [
@@ -44,33 +42,6 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="kernels that do nothing are interpreted ones"),
 ]
 CPU, PAGE, SEQS = torch.device("cpu"), 64, 16
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that live at a time, of storages that come into being inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        if func is torch.ops.aten.mm.default:  # bfloat16 takes seconds on a CPU
-            out = args[0].new_empty(len(args[0]), args[1].shape[1])
-        else:
-            out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given:
-                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {k: one for k, one in self._live.items() if not one[0].expired()}
-        self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._live.values()))
-        return out
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +84,7 @@ def step_nbytes(
         for s in range(seqs)
     ]
     ids, made = build_batch(chunks, PAGE, CPU, opened)
-    with Peak() as peak, torch.inference_mode():
+    with Peak(multiply=False) as peak, torch.inference_mode():
         hidden = decoder.forward(ids, made, kv)
         decoder.logits(hidden[torch.arange(SEQS) % len(hidden)])
     workspace = Workspace(
@@ -221,11 +192,11 @@ def test_b119_a_chunk_whose_experts_are_streamed(
     with torch.inference_mode():
         if tokens <= 2048:
             executor(0, x, ids, weights)  # what stays from the first chunk on is no part of a step
-            with Peak() as peak:
+            with Peak(multiply=False) as peak:
                 executor(0, x, ids, weights)
             found = peak.nbytes + 2 * 4 * x.numel()
         else:
-            with Peak() as peak:
+            with Peak(multiply=False) as peak:
                 executor.add_to(0, lambda rows: 2 * x[rows], ids, weights, x.clone())
             found = peak.nbytes  # the clone is the state
     executor.step_ended()
