@@ -52,6 +52,45 @@ def test_b077_token_ids_outside_the_vocabulary_are_400(served: Served, field: st
     assert served.chat().status_code == 200  # the next one is served
 
 
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize("levels", [100, 900, 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages": [{"role": "user", "content": "x", "more": %s}]}',
+        '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %s}}',
+        '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": %s}}]}]}',
+        '{"messages": [], "unknown": %s}',
+        "%s",
+    ],
+)
+def test_bodies_that_nest_too_deeply_are_400(served: Served, body: str, levels: int):
+    content = body % (nested(levels) if body != "%s" else nested(levels + 1))
+    response = served.http.post("/v1/chat/completions", content=content)
+    assert "more than 100 levels deep" in error_of(response, 400)["message"]
+    assert served.engine.requests == []
+
+
+def test_bodies_may_nest(served: Served):
+    """The object, the list of messages and the message are three levels of the hundred."""
+    for levels, status in ((97, 200), (98, 400)):
+        body = f'{{"messages": [{{"role": "user", "content": "x", "more": {nested(levels)}}}]}}'
+        assert served.http.post("/v1/chat/completions", content=body).status_code == status
+    # Many brackets are not deep.
+    many: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 200
+    assert served.chat(messages=many, max_tokens=1).status_code == 400  # a context of 64 tokens
+    assert served.chat(metadata={"a": [[] for _ in range(500)]}).status_code == 200
+
+
+@pytest.mark.parametrize("penalty", [1e-40, 0.0099, 100.5])
+def test_penalties_that_no_logit_survives_are_400(served: Served, penalty: float):
+    error = error_of(served.chat(repetition_penalty=penalty), 400)
+    assert error["param"] == "repetition_penalty"
+
+
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
 def test_b073_empty_stop_string_is_400(served: Served, stop: Any):
     assert error_of(served.chat(stop=stop), 400)["param"] == "stop"

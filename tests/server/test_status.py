@@ -100,6 +100,18 @@ def test_an_engine_may_be_waited_for_for_ever():
         assert httpx.get(f"{base}/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_monitors_may_ask_for_the_head_alone(served: Served, path: str):
+    whole, head = served.http.get(path), served.http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"]
+    before, served.engine.state = served.engine.state, EngineState(Phase.DEAD)
+    try:
+        assert served.http.head(path).status_code == 503
+    finally:
+        served.engine.state = before
+
+
 def test_health_and_metrics_agree_on_memory(served: Served):
     """The same numbers under the same names, of a mixture on a GPU too."""
     assert served.engine.info is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.core.numeric import GROUPED_FORMATS
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -23,3 +25,9 @@ class ModelSizes:
     dense_formats: frozenset[str] = frozenset({"bf16"})
     packed_nbytes: int = 0
     expert_kinds: tuple[tuple[str, str, bool], ...] = ()
+
+    @property
+    def have_grouped_kernels(self) -> bool:
+        """Whether the experts of each layer are of one format that has grouped kernels of its own."""
+        kinds = [kind[:2] for kind in self.expert_kinds] or [(f, f) for f in self.expert_formats]
+        return all(one == other and one in GROUPED_FORMATS for one, other in kinds)

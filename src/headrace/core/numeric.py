@@ -60,6 +60,11 @@ GGUF_TYPES: dict[int, NumericFormat] = {
     f.gguf_type: f for f in FORMATS.values() if f.gguf_type is not None
 }
 
+# Formats of experts for which a GPU has kernels of their own that compute a prompt's experts side by side,
+# and keep outputs in bfloat16 where experts have many tokens. All others are unpacked in tiles, and their
+# outputs stay float32.
+GROUPED_FORMATS = ("mxfp4", "mxfp4_gguf", "bf16")
+
 
 # FP4 E2M1, indexed by code: one sign, two exponent (bias 1), one mantissa bit. No infinity, no NaN.
 # OCP Microscaling Formats (MX) v1.0, section 5.3.3.

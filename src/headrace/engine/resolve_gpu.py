@@ -110,7 +110,7 @@ def resolve_on_gpu(
     room = GpuRoom(spec, KVPool(spec, kv, block_tokens, seqs, batch), block_tokens, empty)
     placed = _place_experts(config, spec, sizes, support, room, workspace, dense)
     streams = placed.layout is not None and placed.mode in ("stream", "hybrid")
-    workspace = replace(workspace, streamed=streams)
+    workspace = replace(workspace, streamed=streams, wide=not sizes.have_grouped_kernels)
     chunks = _choose_chunks(config, spec, support, placed, workspace)
     if chunks is not None:
         batch = max(chunks.tokens, seqs)

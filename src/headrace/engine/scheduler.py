@@ -109,7 +109,7 @@ class Scheduler:
         wanted = request.sampling.max_tokens
         total = limit if wanted is None else min(limit, num_prompt + wanted)
         for index in range(request.sampling.n):
-            seq = Sequence(self._next_seq_id, group, index, list(request.prompt_token_ids), total)
+            seq = Sequence(self._next_seq_id, group, index, tuple(request.prompt_token_ids), total)
             self._next_seq_id += 1
             group.sequences.append(seq)
             self._waiting.append(seq)
@@ -229,7 +229,7 @@ class Scheduler:
                 continue
             if seq.num_generated == 0:
                 self._fork_siblings(seq)
-            seq.tokens.append(tokens[seq.seq_id])
+            seq.take(tokens[seq.seq_id])
             self.counters.generation_tokens += 1
             if seq.seq_id in output.stopped:
                 finished.append(self._finish(seq, FinishReason.STOP))

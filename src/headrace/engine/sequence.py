@@ -30,7 +30,8 @@ class Group:
 class Sequence:
     """One continuation of a prompt.
 
-    tokens: prompt and generated ids
+    tokens: prompt and generated ids; siblings share the prompt's own until they say something, so that a
+        request for many choices of a long prompt takes no memory for each while it waits
     max_tokens_total: the sequence ends when ``tokens`` is this long
     blocks: KV blocks that hold positions 0, 1, ...; the sequence has one reference to each
     nodes: the prefix nodes of its leading full blocks, ``nodes[i].block == blocks[i]``
@@ -40,11 +41,17 @@ class Sequence:
     seq_id: int  # counts up with submission, so it is also the order of arrival
     group: Group
     index: int
-    tokens: list[int]
+    tokens: tuple[int, ...] | list[int]
     max_tokens_total: int
     blocks: list[int] = field(default_factory=list[int])
     nodes: list[PrefixNode] = field(default_factory=list[PrefixNode])
     num_computed: int = 0
+
+    def take(self, token_id: int) -> None:
+        """Append a generated token."""
+        if isinstance(self.tokens, tuple):
+            self.tokens = list(self.tokens)
+        self.tokens.append(token_id)
 
     @property
     def num_remaining(self) -> int:

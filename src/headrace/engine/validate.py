@@ -14,6 +14,8 @@ MAX_LOGPROBS = 20
 # Also OpenAI's: presence_penalty and frequency_penalty, logit_bias.
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+# Nobody defines a range; people use 1 to 1.3. By far less than this logits grow beyond float32.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 def validate_length(num_prompt: int, limit: int, context: int) -> None:
@@ -87,8 +89,9 @@ def _check_numbers(p: SamplingParams) -> None:
         value: float = getattr(p, name)
         if not -MAX_PENALTY <= value <= MAX_PENALTY:
             raise _refuse(name, value, f"from {-MAX_PENALTY} to {MAX_PENALTY}")
-    if not (math.isfinite(p.repetition_penalty) and p.repetition_penalty > 0):
-        raise _refuse("repetition_penalty", p.repetition_penalty, "a finite number above 0")
+    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY:
+        allowed = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+        raise _refuse("repetition_penalty", p.repetition_penalty, allowed)
 
 
 def _check_counts(p: SamplingParams) -> None:

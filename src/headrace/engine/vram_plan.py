@@ -109,6 +109,7 @@ def gpu_workspace_nbytes(
     max_batch_tokens: int,
     max_num_seqs: int,
     streamed: bool = False,
+    wide: bool = False,
 ) -> int:
     """Bytes that the largest step needs beside weights and KV: an upper bound.
 
@@ -117,12 +118,13 @@ def gpu_workspace_nbytes(
 
     Args:
         streamed: experts pass through slots, so that what a step needs is known tensor by tensor.
+        wide: see ``streamed_nbytes``.
     """
     common = {"context": context, "max_num_seqs": max_num_seqs}
     rows = min(max_batch_tokens, PIECE_ROWS)
     if streamed:
         least = workspace_nbytes(spec, max_batch_tokens=1, backend="triton", **common)
-        step = max(least, int(ALLOCATOR_SHARE * streamed_nbytes(spec, max_batch_tokens)))
+        step = max(least, int(ALLOCATOR_SHARE * streamed_nbytes(spec, max_batch_tokens, wide)))
     else:
         # The host's count, and the same activations in the dense type beside it (what cuBLAS multiplies).
         step = workspace_nbytes(spec, max_batch_tokens=rows, backend="triton", **common)
@@ -139,7 +141,7 @@ def gpu_workspace_nbytes(
     return step + attention + laid_out
 
 
-def streamed_nbytes(spec: ModelSpec, tokens: int) -> int:
+def streamed_nbytes(spec: ModelSpec, tokens: int, wide: bool = False) -> int:
     """The most that lives at a time in a layer of a chunk whose experts pass through slots, without what the
     allocator adds.
 
@@ -147,6 +149,10 @@ def streamed_nbytes(spec: ModelSpec, tokens: int) -> int:
     normalised, attention's output and its half; a dense layer's gate, up, product and halves; of a
     mixture, halves, each pair's activations and outputs. A mixture of a chunk longer than a piece:
     ``long_chunk_nbytes``.
+
+    Args:
+        wide: experts of formats without grouped kernels of their own (``core.numeric.GROUPED_FORMATS``): the
+            outputs of all their pairs are float32.
     """
     rows, hidden = min(tokens, PIECE_ROWS), spec.hidden
     queries, keys = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
@@ -158,7 +164,7 @@ def streamed_nbytes(spec: ModelSpec, tokens: int) -> int:
         moe = spec.moe
         pairs = rows * moe.num_experts_per_token
         # Outputs are float32 where there are few pairs for each expert.
-        few = min(pairs, _FEW_PAIRS * moe.num_experts)
+        few = pairs if wide else min(pairs, _FEW_PAIRS * moe.num_experts)
         outputs = hidden * max(2 * pairs, 4 * few)
         step = max(step, rows * 18 * hidden + 2 * moe.intermediate * pairs + outputs)
     if tokens > rows:
@@ -212,7 +218,7 @@ class Workspace:
     """Bytes of the largest step, of up to ``batch`` tokens and ``seqs`` sequences, by context.
 
     packed: matrices are expanded for prompts; scored: tokens of a page whose reference vector is multiplied
-    with queries by itself, 0: none; streamed: see ``gpu_workspace_nbytes``
+    with queries by itself, 0: none; streamed, wide: see ``gpu_workspace_nbytes``
     """
 
     spec: ModelSpec
@@ -221,6 +227,7 @@ class Workspace:
     packed: bool
     scored: int
     streamed: bool = False
+    wide: bool = False
 
     def __call__(self, context: int) -> int:
         spec, seqs = self.spec, self.seqs
@@ -230,6 +237,7 @@ class Workspace:
             max_batch_tokens=self.batch,
             max_num_seqs=seqs,
             streamed=self.streamed,
+            wide=self.wide,
         )
         if self.packed:
             nbytes += expand_nbytes(spec)

@@ -26,6 +26,8 @@ MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_CHOICES = 128  # OpenAI's limit for n
 MAX_STOPS = 64  # OpenAI allows 4; agents send more
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range is -100 to 100
+# The same as the engine's (``engine.validate``), which this process does not import.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 MAX_ECHO = 80  # characters of a wrong value that a message repeats
 
@@ -109,7 +111,9 @@ class SamplingFields(_Model):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
     logit_bias: dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = (
         None
     )

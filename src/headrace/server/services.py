@@ -22,6 +22,7 @@ from headrace.core.errors import (
     InternalError,
     RequestError,
 )
+from headrace.core.nesting import MAX_LEVELS, is_too_deep
 from headrace.core.request import FinishReason, GenerationRequest, OutputDelta
 from headrace.core.status import EngineInfo
 from headrace.server.client import EngineClient, require_ready
@@ -185,9 +186,21 @@ async def read_json(request: Request) -> Any:
         payload = json.loads(body, parse_constant=refuse, object_pairs_hook=without_repeats)
         if b"\\ud" in body or b"\\uD" in body:  # an escaped lone surrogate is not Unicode text
             json.dumps(payload, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
         raise RequestError(
             f"the request body is not valid JSON: {str(error)[:200]}",
             hint="send one UTF-8 JSON object",
         ) from None
+    # Counting brackets spares almost every body the walk.
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and is_too_deep(payload):
+        raise _too_deep()
     return payload
+
+
+def _too_deep() -> RequestError:
+    return RequestError(
+        f"the request body has lists and objects more than {MAX_LEVELS} levels deep in each other",
+        hint="flatten what is nested, or send it as text",
+    )

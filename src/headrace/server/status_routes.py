@@ -19,6 +19,8 @@ def status_router(services: Services) -> APIRouter:
     """Return the routes, bound to ``services``."""
     router = APIRouter()
 
+    # Monitors and containers' health checks (wget --spider) ask for the head alone.
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         info, _ = services.ready()
@@ -37,6 +39,7 @@ def status_router(services: Services) -> APIRouter:
             )
         return _model(model_id, info, services.created)
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> JSONResponse:
         status, body = _health(services)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from headrace.core.errors import RequestError
+from headrace.core.nesting import MAX_LEVELS, is_too_deep
 
 Message = dict[str, Any]
 
@@ -155,7 +156,7 @@ def parse_arguments(arguments: object, where: str) -> dict[str, Any]:
     A call without arguments (null, the empty string) has the empty object.
 
     Raises:
-        RequestError: the text is no JSON, or not that of an object.
+        RequestError: the text is no JSON, or not that of an object, or nested too deeply.
     """
     if arguments is None:
         return {}
@@ -170,12 +171,23 @@ def parse_arguments(arguments: object, where: str) -> dict[str, Any]:
                 hint="send the arguments as the JSON text of an object",
                 param="messages",
             ) from error
+        except RecursionError as error:
+            raise _too_deep(where) from error
+    if is_too_deep(arguments):
+        raise _too_deep(where)
     if not isinstance(arguments, Mapping):
         raise RequestError(
             f"{where} is the JSON of a {type(arguments).__name__}; an object is expected",
             param="messages",
         )
     return dict(cast(Mapping[str, Any], arguments))
+
+
+def _too_deep(where: str) -> RequestError:
+    return RequestError(
+        f"{where} has lists and objects more than {MAX_LEVELS} levels deep in each other",
+        param="messages",
+    )
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:

@@ -236,7 +236,7 @@ def _render(
     template: jinja2.Template, messages: list[Message], variables: Mapping[str, Any]
 ) -> str:
     try:
-        return template.render(messages=messages, **variables)
+        return template.render({**variables, "messages": messages})  # names may be "self"
     except jinja2.TemplateError as error:
         raise RequestError(
             f"the model's chat template refuses the messages: {error.message or error}",

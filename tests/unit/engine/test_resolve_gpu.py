@@ -14,6 +14,7 @@ from headrace.engine.resolve import GpuSupport, resolve
 from headrace.engine.vram_plan import (
     CONTEXT_NBYTES,
     VramPlan,
+    Workspace,
     dense_nbytes,
     gpu_workspace_nbytes,
     long_chunk_nbytes,
@@ -470,9 +471,31 @@ def test_what_a_long_chunk_keeps_by_hand():
     assert streamed_nbytes(replace(gpt_oss(), num_heads=8), 2048) == (
         2048 * 18 * 2880 + 2 * 2880 * 8192 + 4 * 2880 * 33 * 128
     )
+    # Formats without grouped kernels of their own: float32 of all 8,192 pairs.
+    assert streamed_nbytes(replace(gpt_oss(), num_heads=8), 2048, wide=True) == (
+        2048 * 18 * 2880 + 2 * 2880 * 8192 + 4 * 2880 * 8192
+    )
     # The H200 allocated 203, 189, 235 and 392 MB (benchmarks.residency.chunks).
     for tokens, measured in ((2048, 203e6), (4096, 189e6), (8192, 235e6), (16_384, 392e6)):
         assert measured < 1.05 * streamed_nbytes(gpt_oss(), tokens) < 1.6 * measured
     base = {"context": 4096, "max_num_seqs": 1}
     one, two = (gpu_workspace_nbytes(smollm2(), max_batch_tokens=n, **base) for n in (2048, 8192))
     assert two - one == 8192 * 576 * 4
+
+
+def test_prompts_of_experts_without_grouped_kernels_take_more_workspace():
+    """Of gpt-oss-120b with 2,048 rows: 2,880 x 4 x (8,192 - 33 x 128) bytes, with the allocator's share."""
+    kinds = {
+        "own": (("mxfp4", "mxfp4", False),) * 36,
+        "blocks": (("q4_k", "q6_k", False),) * 36,
+        "one layer": (*(("mxfp4", "mxfp4", False),) * 35, ("mxfp4", "bf16", False)),
+    }
+    assert {name: ModelSizes(0, expert_kinds=of).have_grouped_kernels for name, of in kinds.items()} == {
+        "own": True, "blocks": False, "one layer": False,
+    }  # fmt: skip
+    assert ModelSizes(0, expert_formats=frozenset({"mxfp4_gguf"})).have_grouped_kernels
+    assert not ModelSizes(0, expert_formats=frozenset({"q8_0"})).have_grouped_kernels
+    spec = replace(gpt_oss(), num_heads=8)  # with 64 attention takes more than the mixture
+    base = Workspace(spec, 2048, 16, packed=False, scored=0, streamed=True)
+    more = replace(base, wide=True)(4096) - base(4096)
+    assert more == pytest.approx(1.4 * 2880 * 4 * (8192 - 33 * 128), abs=2)

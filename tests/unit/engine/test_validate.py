@@ -24,7 +24,7 @@ def check(prompt=(1,), **params):
         ("top_k", [-2]),
         ("presence_penalty", [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.1, 2.1, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
+        ("repetition_penalty", [0.0, 0.0099, 100.1, -1.0, math.inf, math.nan]),
         ("n", [0, -1, 129]),
         ("max_tokens", [0, -1]),
         ("seed", [2**63, -(2**63) - 1]),
@@ -68,4 +68,6 @@ def test_prompts_are_checked():
 def test_bounds_are_allowed():
     check((0, 99), temperature=0.0, top_p=1.0, min_p=1.0, top_k=-1, n=128, seed=-(2**63))
     check(presence_penalty=-2.0, frequency_penalty=2.0, logprobs=20, prompt_logprobs=0)
+    check(repetition_penalty=0.01)
+    check(repetition_penalty=100.0)
     check(logit_bias=((0, -100.0), (99, 100.0)), stop_token_ids=(0, 99), stop=("a", "b"))

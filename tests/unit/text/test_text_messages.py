@@ -96,6 +96,15 @@ def test_b036_arguments_as_text_or_object_are_one_object() -> None:
         assert one(calling(nothing))["tool_calls"][0]["function"]["arguments"] == {}
 
 
+@pytest.mark.parametrize("levels", [101, 100_000])
+def test_b036_arguments_that_nest_too_deeply_are_refused(levels: int) -> None:
+    text = "[" * (levels - 1) + "]" * (levels - 1)
+    with pytest.raises(RequestError, match=r"arguments has lists .* more than 100 levels deep"):
+        one(calling('{"a": ' + text + "}"))
+    fine = one(calling('{"a": ' + "[" * 99 + "]" * 99 + "}"))["tool_calls"][0]["function"]
+    assert len(str(fine["arguments"])) == len("{'a': }") + 2 * 99
+
+
 @pytest.mark.parametrize("bad", ["{a: 1}", '{"a": 1', "[1]", "3", '"text"', 7, [1]])
 def test_b036_arguments_that_are_no_json_object_are_refused(bad: object) -> None:
     with pytest.raises(RequestError, match=r"tool_calls\[0\]\.function\.arguments"):

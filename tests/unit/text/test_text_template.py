@@ -166,6 +166,11 @@ def test_b037_what_cannot_be_folded_is_the_template_s_own_refusal() -> None:
         template(STRICT).render([ANSWER])
 
 
+def test_variables_may_have_any_name() -> None:
+    text = template("{{ mode }}{{ messages[0].content }}")
+    assert text.render([USER], mode="m ", self=1, args=2, kwargs=3, context=4) == "m hello"
+
+
 def test_b038_developer_message() -> None:
     developer = {"role": "developer", "content": "rules"}
     assert "<|im_start|>system\nrules<|im_end|>" in template(CHATML).render([developer, USER])

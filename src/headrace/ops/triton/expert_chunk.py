@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from headrace.core.numeric import GROUPED_FORMATS
 from headrace.ops.expert_keep import ASK_DEVICE, NOWHERE, choose_kept
 from headrace.ops.expert_records import Rows
 from headrace.ops.records import Activation
@@ -36,8 +37,6 @@ from headrace.ops.triton.expert_route import (
 )
 from headrace.ops.triton.expert_state import PlanState
 
-# Formats that have grouped kernels of their own, if a layer's matrices are both of one; others are unpacked.
-_OWN = ("mxfp4", "bf16")
 _PAIR_ROWS = 64
 _COLS = 1024  # of a row, that a program takes
 _WORDS = 1024
@@ -307,7 +306,7 @@ def _blocks() -> GroupedTuning:
 
 
 def _has_own(g: SliceGeometry) -> bool:
-    return g.format in _OWN and all(place.format == g.format for place in g.places)
+    return g.format in GROUPED_FORMATS and all(place.format == g.format for place in g.places)
 
 
 def _parts(g: SliceGeometry, which: int) -> tuple[object, ...]:
