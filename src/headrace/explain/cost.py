@@ -31,6 +31,7 @@ STAND_INS: Mapping[str, tuple[tuple[str, float], ...]] = MappingProxyType(
             ("gpu_flops_f16", 1.0),
         ),
         "kernel_launch": (("graph_kernel", 1.0),),
+        "graph_kernel": (("kernel_launch", 1.0),),
         "cpu_flops_f32": (("cpu_flops_bf16", 1.0),),
         "cpu_flops_bf16": (("cpu_flops_f32", 1.0),),
         "cpu_flops_int8": (("cpu_flops_f32", 1.0),),

@@ -20,6 +20,7 @@ from headrace.explain.catalogue.record import RESOURCE_UNITS, Catalogue
 from headrace.explain.catalogue.shape import values_of_plan
 from headrace.explain.catalogue.units import parse_unit
 from headrace.explain.leaf import LEAVES
+from headrace.machine.known import known_machine
 from headrace.machine.profile import MachineProfile
 from tests.fixtures.flop_class_ids import PAGE_IDS
 
@@ -120,6 +121,14 @@ def test_most_leaned_on_come_first():
 def test_the_bound_follows_the_numbers(profile: str, bound: str):
     record = catalogue().records["fct-batch1-step-cost-formula"]
     assert price_of(record, setting(catalogue().symbols, profile)).bound == bound
+
+
+def test_launches_in_a_graph_cost_what_the_machine_says():
+    """400 nodes of 1.5 us on a catalogued chip, as plans have them; of 0.8 us on the examples' H100."""
+    record = catalogue().records["step-launches"]
+    chip = setting(catalogue().symbols, machine=known_machine("rtx-4090"))
+    assert price_of(record, chip).floor_s == pytest.approx(400 * 1.5e-6)
+    assert price_of(record, setting(catalogue().symbols)).floor_s == pytest.approx(400 * 0.8e-6)
 
 
 def test_a_record_is_found_by_a_part_of_its_id():

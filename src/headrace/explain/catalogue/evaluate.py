@@ -85,6 +85,7 @@ _CPU_RATES: Mapping[str, str] = {
     **dict.fromkeys(("gpu_flops_bf16", "gpu_flops_f32", "gpu_flops_special"), "cpu_flops_f32"),
     "hbm_read": "dram_read",
     "kernel_launch": "thread_wake",
+    "graph_kernel": "thread_wake",
 }
 _ON_CPU = {"offl": 0.0, "graph": 0.0}
 
