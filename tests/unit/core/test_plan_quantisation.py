@@ -6,17 +6,8 @@ import pytest
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.plan_reading import spec_from_config
+from tests.fixtures.llama_config import LLAMA_8B
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-}
 INT4 = {"num_bits": 4, "type": "int", "group_size": 128, "symmetric": True}
 FP4 = {"num_bits": 4, "type": "float", "group_size": 16}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}

@@ -11,6 +11,7 @@ from headrace.core.plan_bridge import plan_spec_of
 from headrace.core.plan_reading import spec_from_config
 from headrace.core.plan_spec import AttentionKind
 from headrace.core.weight_shapes import num_active_parameters, num_parameters
+from tests.fixtures.llama_config import LLAMA_8B
 
 
 def test_gpt_oss_120b_by_hand():
@@ -242,16 +243,6 @@ def test_gemma_3_as_it_is_published_leaves_out_what_its_class_has():
     assert spec.notes == ("only the text model is counted, not the towers for images or sound",)
 
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-}
 # 32 layers of q, k, v, o and the three of the feed-forward; two tables of bfloat16; norms
 _LINEAR = 32 * ((4096 + 2 * 1024 + 4096) * 4096 + 3 * 4096 * 14336)
 _REST = (2 * 128256 * 4096 + 65 * 4096) * 2
