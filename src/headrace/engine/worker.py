@@ -90,6 +90,7 @@ class _Loop:
         self._open: set[str] = set()
         self._reported = EngineSnapshot()
         self._reported_at = 0.0
+        self._asked = False  # somebody may wait for a word where there is no news
 
     def run(self) -> None:
         engine = self._engine
@@ -129,6 +130,8 @@ class _Loop:
                     self._send([failure(request.request_id, error, out_of_memory=False)])
             case Cancel(request_id):
                 self._engine.cancel(request_id)
+                # Also of a request that has ended: the server takes an engine for stuck that never answers.
+                self._asked = True
             case Explain():
                 self._explaining.take(command)
             case Shutdown():
@@ -144,9 +147,9 @@ class _Loop:
         now = time.monotonic()
         if force or now - self._reported_at >= SNAPSHOT_S:
             snapshot = self._engine.snapshot()
-            if snapshot != self._reported:
+            if snapshot != self._reported or self._asked:
                 self._events.put(Snapshot(snapshot))
-                self._reported = snapshot
+                self._reported, self._asked = snapshot, False
             self._reported_at = now
 
 

@@ -146,6 +146,19 @@ def test_b154_a_cancel_reaches_a_running_request_and_the_gauges_fall_to_zero():
     served.end()
 
 
+def test_a_cancel_is_answered_where_there_is_no_news():
+    served = Served(toy_engine())
+    served.commands.put(Submit(make_request("a", [1], max_tokens=2)))
+    before = served.until(lambda e: idle(e) and e.snapshot.requests_finished == {"length": 1})
+    time.sleep(0.05)
+    while not served.events.empty():
+        before = served.events.get()
+    for ended in ("a", "nobody"):
+        served.commands.put(Cancel(ended))
+        assert served.until(lambda e: True) == before
+    served.end()
+
+
 def test_shutdown_gives_every_request_its_last_word():
     served = Served(
         toy_engine(ScriptedDecoder(lambda position: 65), context=100_000, num_blocks=6300)
