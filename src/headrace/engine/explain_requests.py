@@ -26,11 +26,18 @@ class ExplainRequests:
     Args:
         engine: whose steps.
         send: takes each answer.
+        stepped: called after each step that an idle engine runs for an answer.
     """
 
-    def __init__(self, engine: Explainable, send: Callable[[Explained], None]) -> None:
+    def __init__(
+        self,
+        engine: Explainable,
+        send: Callable[[Explained], None],
+        stepped: Callable[[], None],
+    ) -> None:
         self._engine = engine
         self._send = send
+        self._stepped = stepped
         self._waiting: list[tuple[Explain, float]] = []
         self._watch: Watch | None = None
         self._machine: MachineProfile | None = None
@@ -70,7 +77,11 @@ class ExplainRequests:
 
     def _answer_alone(self, command: Explain) -> None:
         """Answer by steps of an idle engine's own."""
-        self._answer(command, lambda: run_steps(self._engine, self._workload(command)))
+
+        def run() -> Watch:
+            return run_steps(self._engine, self._workload(command), lambda _: self._stepped())
+
+        self._answer(command, run)
 
     def _workload(self, command: Explain) -> Workload:
         context = self._engine.info.context

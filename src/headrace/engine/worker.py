@@ -85,7 +85,7 @@ class _Loop:
         self._engine = engine
         self._commands = commands
         self._events = events
-        self._explaining = ExplainRequests(engine, events.put)
+        self._explaining = ExplainRequests(engine, events.put, self._report)
         self._closing = False
         self._open: set[str] = set()
         self._reported = EngineSnapshot()
