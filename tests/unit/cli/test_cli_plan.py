@@ -537,6 +537,9 @@ def test_what_runs_is_planned_by_the_same_name(tmp_path, monkeypatch, capsys):
     folder.mkdir()
     (folder / "smol.gguf").symlink_to(found)
     assert "134.5 million" in said(capsys, str(folder), "--machine", "rtx-4090")
+    # a config.json beside it is of what it was made from, or of another: the engine runs the file
+    (folder / "config.json").write_text(json.dumps(bundled_model("llama-3-8b").config), "utf-8")
+    assert "134.5 million" in said(capsys, str(folder), "--machine", "rtx-4090")
     monkeypatch.setenv("HEADRACE_MODELS", str(tmp_path))
     assert "134.5 million" in said(capsys, "small", "--machine", "rtx-4090")
     whole = tmp_path / "whole"
