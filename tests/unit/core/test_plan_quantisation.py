@@ -135,6 +135,11 @@ def test_gptqmodels_exceptions():
             "weights are None",
         ),
         (
+            compressed({"weights": {"num_bits": 4, "type": "float", "group_size": [16]}}),
+            UnsupportedModelError,
+            "group_size",
+        ),
+        (
             {
                 "quant_method": "modelopt",
                 "quantized_layers": {"a": {"quant_algo": "X"}},
@@ -156,6 +161,12 @@ def test_what_cannot_be_counted_is_refused_by_its_name(quantised, error, message
         ({"num_attention_heads": 0}, ConfigError, "num_attention_heads is 0"),
         ({"num_key_value_heads": 7}, ConfigError, "num_key_value_heads is 7"),
         ({"num_key_value_heads": 64}, ConfigError, "num_key_value_heads is 64"),
+        (
+            {"num_attention_heads": 8192},
+            ConfigError,
+            "8,192 and hidden_size 4,096, without",
+        ),
+        ({"intermediate_size": 0}, ConfigError, "intermediate_size is 0"),
         ({"hidden_size": 10**30}, ConfigError, "at most"),
         ({"layer_types": ["full_attention"] * 3}, ConfigError, "3 entries"),
         ({"layer_types": ["conv"] * 32}, UnsupportedModelError, "has conv"),
