@@ -150,3 +150,11 @@ def test_a_cancelled_request_leaves_nothing_watched():
     # Its work was over before a step was seen: it runs steps of its own, as an idle engine does.
     assert answer.report is not None
     assert answer.report["steps"] <= IDLE_STEPS
+
+
+def test_an_engine_that_is_to_end_explains_nothing_first():
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    submit = Submit(GenerationRequest("work", (5, 6, 7), sampling))
+    events = said([submit, Explain("a", "decode", 500, 60.0), Shutdown()])
+    assert not [event for event in events if isinstance(event, Explained)]
+    assert [e.snapshot.steps_total for e in events if isinstance(e, Snapshot)][-1] == 0

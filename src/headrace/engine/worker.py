@@ -103,7 +103,8 @@ class _Loop:
                 if isinstance(item, RequestFailed) or item.usage is not None:
                     self._open.discard(item.request_id)
             self._send(outputs)
-            self._explaining.after_step()
+            if not self._closing:  # nobody waits for answers any more
+                self._explaining.after_step()
             self._report()
         self._report(force=True)
 
