@@ -95,7 +95,7 @@ def _read_object(file: Path) -> dict[str, Any]:
             f"cannot read {file}: {error.strerror}",
             hint="a model's folder has a config.json; name that folder, or a .gguf file",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is not JSON: {error}", hint="download the file again"
         ) from None

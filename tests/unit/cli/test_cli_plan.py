@@ -322,7 +322,9 @@ def test_impossible_configurations_are_refused(change, message, tmp_path, capsys
     assert "hint:" in said.err
 
 
-@pytest.mark.parametrize("text", [None, "[1]", "{"])
+@pytest.mark.parametrize(
+    "text", [None, "[1]", "{", "[" * 100_000], ids=["none", "list", "cut", "deep"]
+)
 def test_what_is_no_configuration_has_a_hint(text, tmp_path, capsys):
     if text is not None:
         (tmp_path / "config.json").write_text(text, "utf-8")
