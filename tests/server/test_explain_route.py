@@ -10,10 +10,11 @@ import pytest
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import EngineDeadError
-from headrace.core.messages import Cancel, Explain, Explained, Shutdown, Submit
+from headrace.core.messages import Cancel, Explain, Explained, Shutdown, Snapshot, Submit
 from headrace.core.request import GenerationRequest, SamplingParams
+from headrace.engine import worker
 from headrace.engine.engine import Engine
-from headrace.engine.explain_requests import IDLE_STEPS
+from headrace.engine.explain_requests import IDLE_STEPS, LEAST_STEPS
 from headrace.engine.worker import serve
 from headrace.explain import leaf
 from headrace.server.process import ProcessClient
@@ -99,11 +100,15 @@ class Inbox:
 
 
 def answers(commands: list[Any]) -> list[Explained]:
-    """What a real engine's loop says to ``commands``."""
+    """What a real engine's loop answers to ``commands``."""
+    return [event for event in said(commands) if isinstance(event, Explained)]
+
+
+def said(commands: list[Any]) -> list[Any]:
+    """All that a real engine's loop says to ``commands``."""
     inbox, outbox = Inbox(commands), queue.Queue[Any]()
     serve(Engine.load(EngineConfig("tiny", context=256, threads=2, device="cpu")), inbox, outbox)
-    found = [outbox.get() for _ in range(outbox.qsize())]
-    return [event for event in found if isinstance(event, Explained)]
+    return [outbox.get() for _ in range(outbox.qsize())]
 
 
 def test_an_idle_engine_runs_steps_of_its_own():
@@ -113,6 +118,17 @@ def test_an_idle_engine_runs_steps_of_its_own():
     assert leaf.EXPERTS_GPU in {row["id"] for row in decode.report["rows"]}
     assert prefill.report is not None
     assert prefill.report["tokens"] == 64
+
+
+def test_an_engine_that_runs_steps_of_its_own_is_not_silent_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(worker, "SNAPSHOT_S", 0.0)
+    events = said([Explain("a", "decode", 6, 5.0)])
+    answered = next(i for i, event in enumerate(events) if isinstance(event, Explained))
+    counted = [e.snapshot.steps_total for e in events[:answered] if isinstance(e, Snapshot)]
+    # Idle at first; then the prompt's step, which gives the first token, and one for each other.
+    assert counted == list(range(LEAST_STEPS + 1))
 
 
 def test_a_busy_engine_is_watched_until_its_work_is_over():
@@ -134,3 +150,11 @@ def test_a_cancelled_request_leaves_nothing_watched():
     # Its work was over before a step was seen: it runs steps of its own, as an idle engine does.
     assert answer.report is not None
     assert answer.report["steps"] <= IDLE_STEPS
+
+
+def test_an_engine_that_is_to_end_explains_nothing_first():
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    submit = Submit(GenerationRequest("work", (5, 6, 7), sampling))
+    events = said([submit, Explain("a", "decode", 500, 60.0), Shutdown()])
+    assert not [event for event in events if isinstance(event, Explained)]
+    assert [e.snapshot.steps_total for e in events if isinstance(e, Snapshot)][-1] == 0

@@ -8,12 +8,13 @@ import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import CheckpointError, EngineDeadError, EngineLoadingError, RequestError
-from headrace.core.request import GenerationRequest
+from headrace.core.request import GenerationRequest, SamplingParams
 from headrace.server.client import Phase
 from headrace.server.process import ProcessClient
 from tests.fixtures.fake_worker import fake_worker
@@ -120,6 +121,33 @@ def test_b120_a_stuck_engine_is_told_from_an_idle_one_and_may_go_on():
             os.kill(client.pid, signal.SIGCONT)
             assert await waiting == "one two three"
             await until(lambda: client.silent_s == 0)
+
+    run(test)
+
+
+def toy_worker(config: EngineConfig, commands: Any, events: Any) -> None:
+    """The engine's own loop, of a toy model."""
+    from headrace.engine.worker import serve
+    from tests.fixtures.toy_engine import toy_engine
+
+    serve(toy_engine(), commands, events)
+
+
+def test_who_leaves_an_answer_that_has_ended_does_not_make_an_idle_engine_stuck():
+    async def test() -> None:
+        client = ProcessClient(target=toy_worker)
+        client.start(EngineConfig(model="toy"))
+        try:
+            await client.settled.wait()
+            sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+            answer = client.generate(GenerationRequest("a", (1, 2), sampling))
+            await anext(answer)
+            # The engine has ended the request, and its last words wait for whoever reads them.
+            await until(lambda: client.snapshot.requests_finished == {"length": 1})
+            await answer.aclose()
+            await until(lambda: client.silent_s == 0)
+        finally:
+            await client.close()
 
     run(test)
 

@@ -89,6 +89,9 @@ def test_b120_an_engine_that_hangs_is_said_and_asked_no_more(served: Served):
                 assert error["code"] == "engine_stuck"
                 assert f"{silent:.0f} s" in error["message"]
                 assert "--stuck-after" in error["message"]
+                explain = served.http.get("/v1/explain")
+                assert explain.status_code == 503
+                assert explain.json()["error"]["code"] == "engine_stuck"
     finally:
         served.engine.silent_s = 0.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,6 +49,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from headrace.cli.bench_report import draw_png, lines_of_plot, print_table
+    from headrace.cli.columns import wants_color
     from headrace.explain.report_png import require_matplotlib
 
     # Before the minute, not after it.
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print(profile.to_json())
     else:
         print_table(profile, peaks)
-        for line in lines_of_plot(profile, color=sys.stdout.isatty()):
+        for line in lines_of_plot(profile, color=wants_color()):
             print(line)
     note(f"the profile is stored in {path}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -18,6 +19,11 @@ _COLUMN = re.compile(r"\S {2,}(?=\S)")
 def terminal_width() -> int | None:
     """Columns of the terminal that standard output goes to; None if it goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wants_color() -> bool:
+    """Whether standard output is a terminal whose user wants colours (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def show(lines: Iterable[str], width: int | None = None) -> None:

@@ -51,12 +51,16 @@ def read_model(ref: str) -> PlanSpec:
 
 
 def _read_path(path: Path) -> PlanSpec:
-    """What an existing path says: a config.json is enough, as weights may be downloaded later."""
+    """What an existing path says: a config.json is enough, as weights may be downloaded later; but beside a
+    .gguf file alone it tells what that was made from.
+    """
     if path.suffix == ".json":
         return _read_config(path)
     folder = path.parent if path.suffix == ".safetensors" else path
-    if folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.glob("*.gguf"))):
-        return _read_config(folder / "config.json")
+    config = folder / "config.json"
+    whole = config.is_file() and any(folder.glob("*.safetensors*"))
+    if folder.is_dir() and (whole or not any(folder.glob("*.gguf"))):
+        return _read_config(config)
     from headrace.checkpoint.resolve import resolve_path
 
     file = resolve_path(folder)
@@ -91,7 +95,7 @@ def _read_object(file: Path) -> dict[str, Any]:
             f"cannot read {file}: {error.strerror}",
             hint="a model's folder has a config.json; name that folder, or a .gguf file",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is not JSON: {error}", hint="download the file again"
         ) from None

@@ -49,6 +49,12 @@ def _grouped(config: Config, hidden: int, layers: int) -> tuple[AttentionKind, .
             param="num_key_value_heads",
         )
     dim = count(config, "head_dim", default=hidden // heads)
+    if not dim:
+        raise ConfigError(
+            f"config.json: num_attention_heads is {heads:,} and hidden_size {hidden:,}, without a head_dim",
+            hint=HINT,
+            param="num_attention_heads",
+        )
     windowed, width = _windowed_layers(config, layers)
     gate = 2 if config.get("attn_output_gate") else 1
 

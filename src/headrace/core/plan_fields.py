@@ -17,7 +17,7 @@ _POSITIVE = frozenset(
     max_position_embeddings full_attention_interval decoder_sparse_step num_experts_per_tok
     num_experts_per_token experts_per_token moe_topk moe_top_k moe_k moe_intermediate_size
     sliding_window_pattern _sliding_window_pattern interleave_moe_layer_step moe_layer_interval
-    no_rope_layer_interval""".split()
+    no_rope_layer_interval intermediate_size intermediate_size_mlp ffn_dim""".split()
 )
 
 

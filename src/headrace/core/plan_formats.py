@@ -38,6 +38,12 @@ _MODULES: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj"),
     ),
 }
+# What is stored as the matrices are where a scheme covers tables, too.
+_TABLES: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("language_model.model.embed_tokens", "model.language_model.embed_tokens"),
+    "lm_head": ("language_model.lm_head",),
+}
+_ROUTER = (("mlp.gate", "mlp.router", "block_sparse_moe.gate"),)
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,15 @@ def stored_formats(config: Config, layers: Mapping[str, Iterable[int]]) -> Store
         )
     scheme = scheme_of(config, cast("Config", quantised))
     bits: dict[str, float] = {}
-    if scheme.tables and scheme.default is not None:
-        for table in ("embedding", "lm_head", "router"):
-            formats[table] = scheme.default.name or plain
-            bits[table] = scheme.default.bits
-    for kind in _MODULES:
-        found = _modules(scheme, kind, layers.get(kind, ()), Stored.of(plain))
+    kinds = dict(_MODULES)
+    if scheme.tables:
+        for table, names in _TABLES.items():
+            stored = scheme.of(table, names, Stored.of(plain))
+            formats[table], bits[table] = stored.name or plain, stored.bits
+        kinds["router"] = _ROUTER
+        layers = {**layers, "router": layers.get("experts", ())}
+    for kind, modules in kinds.items():
+        found = _modules(scheme, kind, modules, layers.get(kind, ()), Stored.of(plain))
         if not found:
             continue
         formats[kind] = max(found, key=lambda one: found[one]).name or plain
@@ -90,12 +99,18 @@ def stored_formats(config: Config, layers: Mapping[str, Iterable[int]]) -> Store
     return StoredFormats(formats, bits)
 
 
-def _modules(scheme: Scheme, kind: str, layers: Iterable[int], plain: Stored) -> dict[Stored, int]:
+def _modules(
+    scheme: Scheme,
+    kind: str,
+    modules: Iterable[Iterable[str]],
+    layers: Iterable[int],
+    plain: Stored,
+) -> dict[Stored, int]:
     """How many of the kind's modules are stored in each way; quantised ones come first."""
     found: dict[Stored, int] = {}
     alike = not scheme.left_out and not scheme.named
     for index in layers:
-        for names in _MODULES[kind]:
+        for names in modules:
             full = [f"{prefix}.{index}.{name}" for prefix in _PREFIXES for name in names]
             stored = scheme.of(kind, full, plain)
             found[stored] = found.get(stored, 0) + 1

@@ -262,7 +262,7 @@ def _weights(weights: Config) -> Stored | None:
     bits, group = weights.get("num_bits"), weights.get("group_size")
     if weights.get("type") == "float":
         if bits == 4:
-            return {16: NVFP4, 32: MXFP4}.get(cast("int", group))
+            return {"16": NVFP4, "32": MXFP4}.get(str(group))
         return FP8 if bits == 8 else None
     if weights.get("type", "int") != "int":
         return None

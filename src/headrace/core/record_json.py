@@ -40,7 +40,7 @@ def record_from_json(cls: type[R], text: str | bytes, source: str) -> R:
     """
     try:
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{source} is not JSON: {error}", hint="is it the file that was meant, and whole?"
         ) from None

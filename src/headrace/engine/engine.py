@@ -170,8 +170,9 @@ class Engine:
             watching.profiler.stop()
             watching.profiler = None
         if on:
-            watching.profiler = make_profiler(self._parts)
-            watching.profiler.start()
+            profiler = make_profiler(self._parts)
+            profiler.start()  # may find no memory: then nobody watches
+            watching.profiler = profiler
         return watching.profiler
 
     def run_ahead(self, on: bool) -> None:

@@ -26,11 +26,18 @@ class ExplainRequests:
     Args:
         engine: whose steps.
         send: takes each answer.
+        stepped: called after each step that an idle engine runs for an answer.
     """
 
-    def __init__(self, engine: Explainable, send: Callable[[Explained], None]) -> None:
+    def __init__(
+        self,
+        engine: Explainable,
+        send: Callable[[Explained], None],
+        stepped: Callable[[], None],
+    ) -> None:
         self._engine = engine
         self._send = send
+        self._stepped = stepped
         self._waiting: list[tuple[Explain, float]] = []
         self._watch: Watch | None = None
         self._machine: MachineProfile | None = None
@@ -41,8 +48,13 @@ class ExplainRequests:
             self._answer_alone(command)
             return
         if self._watch is None:
-            self._watch = Watch(self._engine)
-            self._watch.start()
+            watch = Watch(self._engine)
+            try:
+                watch.start()
+            except Exception as error:  # no fault of the requests that are being served
+                self._refuse(command, error)
+                return
+            self._watch = watch
         self._waiting.append((command, time.monotonic() + command.timeout_s))
 
     def after_step(self) -> None:
@@ -70,7 +82,11 @@ class ExplainRequests:
 
     def _answer_alone(self, command: Explain) -> None:
         """Answer by steps of an idle engine's own."""
-        self._answer(command, lambda: run_steps(self._engine, self._workload(command)))
+
+        def run() -> Watch:
+            return run_steps(self._engine, self._workload(command), lambda _: self._stepped())
+
+        self._answer(command, run)
 
     def _workload(self, command: Explain) -> Workload:
         context = self._engine.info.context
@@ -87,9 +103,15 @@ class ExplainRequests:
             self._machine = machine
             report = report_of(self._engine, watch(), command.phase, machine)
         except Exception as error:
-            log.exception("steps could not be explained")
-            ours = error if isinstance(error, HeadraceError) else InternalError(str(error))
-            self._send(Explained(command.request_id, None, ours.message, ours.hint))
+            self._refuse(command, error)
             return
         data = None if report is None else report.to_data()
         self._send(Explained(command.request_id, data, "", None))
+
+    def _refuse(self, command: Explain, error: Exception) -> None:
+        log.error("steps could not be explained", exc_info=error)
+        if isinstance(error, HeadraceError):
+            ours = error
+        else:  # no message would mean that there was no step
+            ours = InternalError(f"{type(error).__name__}: {error}")
+        self._send(Explained(command.request_id, None, ours.message, ours.hint))

@@ -149,11 +149,14 @@ def _lack_of_memory_told(resolved: Resolved | None = None) -> Generator[None]:
         plan = None if resolved is None else resolved.vram if on_gpu else resolved.plan
         against = "" if plan is None else f", against the plan: {plan.describe()}"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where, hint = "host memory", "give a smaller --context or --ram-budget, or free memory"
+        if on_gpu:
+            where, hint = "GPU memory", "give a larger --vram-budget, or a smaller --context"
+        elif "CUDA error" in first:  # also of a GPU that has no room for the driver's own
+            where = "host memory that a GPU reads, or the GPU's own,"
+            hint += "; nvidia-smi says what else is on the GPU"
         raise DoesNotFitError(
-            f"{'GPU' if on_gpu else 'host'} memory ran out while the model was loaded{against}: {first}",
-            hint="give a larger --vram-budget, or a smaller --context"
-            if on_gpu
-            else "give a smaller --context or --ram-budget, or free memory",
+            f"{where} ran out while the model was loaded{against}: {first}", hint=hint
         ) from error
 
 

@@ -85,11 +85,12 @@ class _Loop:
         self._engine = engine
         self._commands = commands
         self._events = events
-        self._explaining = ExplainRequests(engine, events.put)
+        self._explaining = ExplainRequests(engine, events.put, self._report)
         self._closing = False
         self._open: set[str] = set()
         self._reported = EngineSnapshot()
         self._reported_at = 0.0
+        self._asked = False  # somebody may wait for a word where there is no news
 
     def run(self) -> None:
         engine = self._engine
@@ -102,7 +103,8 @@ class _Loop:
                 if isinstance(item, RequestFailed) or item.usage is not None:
                     self._open.discard(item.request_id)
             self._send(outputs)
-            self._explaining.after_step()
+            if not self._closing:  # nobody waits for answers any more
+                self._explaining.after_step()
             self._report()
         self._report(force=True)
 
@@ -129,6 +131,8 @@ class _Loop:
                     self._send([failure(request.request_id, error, out_of_memory=False)])
             case Cancel(request_id):
                 self._engine.cancel(request_id)
+                # Also of a request that has ended: the server takes an engine for stuck that never answers.
+                self._asked = True
             case Explain():
                 self._explaining.take(command)
             case Shutdown():
@@ -144,9 +148,9 @@ class _Loop:
         now = time.monotonic()
         if force or now - self._reported_at >= SNAPSHOT_S:
             snapshot = self._engine.snapshot()
-            if snapshot != self._reported:
+            if snapshot != self._reported or self._asked:
                 self._events.put(Snapshot(snapshot))
-                self._reported = snapshot
+                self._reported, self._asked = snapshot, False
             self._reported_at = now
 
 

@@ -60,9 +60,6 @@ class CacheShape:
         """Experts of all layers."""
         return self.num_layers * self.num_experts
 
-    def layer_of(self, unit: int) -> int:
-        return unit // self.num_slices // self.num_experts
-
     def expert_of(self, unit: int) -> int:
         return unit // self.num_slices
 

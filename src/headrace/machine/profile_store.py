@@ -90,4 +90,6 @@ def age_days(profile: MachineProfile, now: datetime | None = None) -> float | No
         then = datetime.fromisoformat(profile.measured_at)
     except ValueError:
         return None
+    if then.tzinfo is None:  # it is UTC, said or not
+        then = then.replace(tzinfo=UTC)
     return ((now or datetime.now(UTC)) - then).total_seconds() / 86400

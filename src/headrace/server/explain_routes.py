@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 
 from headrace.core.errors import InternalError, RequestError
 from headrace.core.messages import Explain
-from headrace.server.client import require_ready
 from headrace.server.services import Services
 
 STEPS, MOST_STEPS = 32, 1024
@@ -23,7 +22,7 @@ def explain_router(services: Services) -> APIRouter:
 
     @router.get("/v1/explain")
     async def explain(request: Request) -> dict[str, Any]:
-        info = require_ready(services.client)
+        info = services.engine()
         query = request.query_params
         unknown = [name for name in query if name not in PARAMETERS]
         if unknown:

@@ -52,7 +52,22 @@ class Services:
 
         Raises:
             EngineLoadingError: one of them is not loaded yet.
-            EngineDeadError: the engine has ended.
+            EngineDeadError, EngineStuckError: see ``engine``.
+        """
+        info = self.engine()
+        if self.frontend is None:
+            raise EngineLoadingError(
+                "the tokenizer is still loading",
+                hint="retry in a moment; GET /health answers 200 once the model is ready",
+            )
+        return info, self.frontend
+
+    def engine(self) -> EngineInfo:
+        """Return the engine's facts, for what needs no text.
+
+        Raises:
+            EngineLoadingError: it is not loaded yet.
+            EngineDeadError: it has ended.
             EngineStuckError: it has said nothing for too long.
         """
         info = require_ready(self.client)
@@ -62,12 +77,7 @@ class Services:
                 f"{self.settings.stuck_s:g})",
                 hint="it may hang: restart the server; or its steps take as long: raise --stuck-after",
             )
-        if self.frontend is None:
-            raise EngineLoadingError(
-                "the tokenizer is still loading",
-                hint="retry in a moment; GET /health answers 200 once the model is ready",
-            )
-        return info, self.frontend
+        return info
 
     @property
     def stuck(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from headrace.cli import columns
-from headrace.cli.columns import fitted, show, table, terminal_width
+from headrace.cli.columns import fitted, show, table, terminal_width, wants_color
 
 LONG = "label       first text  " + "word " * 12
 
@@ -64,3 +64,10 @@ def test_the_width_is_the_terminal_s_or_none(monkeypatch: pytest.MonkeyPatch, ca
     assert terminal_width() == 40
     show(["a  " + "word " * 10])
     assert capsys.readouterr().out == "a  " + "word " * 6 + "word\n   word word word\n"
+
+
+def test_colours_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch):
+    for value, there, wanted in (("", True, True), ("1", True, False), ("", False, False)):
+        monkeypatch.setenv("NO_COLOR", value)
+        monkeypatch.setattr("sys.stdout.isatty", lambda there=there: there, raising=False)
+        assert wants_color() is wanted

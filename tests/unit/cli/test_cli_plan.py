@@ -322,7 +322,9 @@ def test_impossible_configurations_are_refused(change, message, tmp_path, capsys
     assert "hint:" in said.err
 
 
-@pytest.mark.parametrize("text", [None, "[1]", "{"])
+@pytest.mark.parametrize(
+    "text", [None, "[1]", "{", "[" * 100_000], ids=["none", "list", "cut", "deep"]
+)
 def test_what_is_no_configuration_has_a_hint(text, tmp_path, capsys):
     if text is not None:
         (tmp_path / "config.json").write_text(text, "utf-8")
@@ -536,6 +538,9 @@ def test_what_runs_is_planned_by_the_same_name(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "small"
     folder.mkdir()
     (folder / "smol.gguf").symlink_to(found)
+    assert "134.5 million" in said(capsys, str(folder), "--machine", "rtx-4090")
+    # a config.json beside it is of what it was made from, or of another: the engine runs the file
+    (folder / "config.json").write_text(json.dumps(bundled_model("llama-3-8b").config), "utf-8")
     assert "134.5 million" in said(capsys, str(folder), "--machine", "rtx-4090")
     monkeypatch.setenv("HEADRACE_MODELS", str(tmp_path))
     assert "134.5 million" in said(capsys, "small", "--machine", "rtx-4090")

@@ -106,6 +106,18 @@ def test_mlx_stores_its_tables_too():
     assert spec_from_config(config).bits("dense") == 4.25
 
 
+def test_mlxs_tables_and_routers_have_numbers_of_their_own():
+    """A head of six bits, an embedding that stays in bfloat16, and routers of eight in half of the layers,
+    each with 32 bits for a group of 64."""
+    own: dict[str, object] = {"model.embed_tokens": False, "lm_head": {"bits": 6, "group_size": 64}}
+    own |= {f"model.layers.{i}.mlp.gate": {"bits": 8, "group_size": 64} for i in range(16)}
+    mixture = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    config = {**LLAMA_8B, **mixture, "quantization": {"bits": 4, "group_size": 64, **own}}
+    spec = spec_from_config(config)
+    wanted = {"embedding": 16, "lm_head": 6.5, "router": 6.5, "experts": 4.5, "attention": 4.5}
+    assert {kind: spec.bits(kind) for kind in wanted} == wanted
+
+
 def test_gptqmodels_exceptions():
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     left_out = {**quantised, "dynamic": {"-:.*self_attn.*": {}}}
@@ -135,6 +147,11 @@ def test_gptqmodels_exceptions():
             "weights are None",
         ),
         (
+            compressed({"weights": {"num_bits": 4, "type": "float", "group_size": [16]}}),
+            UnsupportedModelError,
+            "group_size",
+        ),
+        (
             {
                 "quant_method": "modelopt",
                 "quantized_layers": {"a": {"quant_algo": "X"}},
@@ -156,6 +173,12 @@ def test_what_cannot_be_counted_is_refused_by_its_name(quantised, error, message
         ({"num_attention_heads": 0}, ConfigError, "num_attention_heads is 0"),
         ({"num_key_value_heads": 7}, ConfigError, "num_key_value_heads is 7"),
         ({"num_key_value_heads": 64}, ConfigError, "num_key_value_heads is 64"),
+        (
+            {"num_attention_heads": 8192},
+            ConfigError,
+            "8,192 and hidden_size 4,096, without",
+        ),
+        ({"intermediate_size": 0}, ConfigError, "intermediate_size is 0"),
         ({"hidden_size": 10**30}, ConfigError, "at most"),
         ({"layer_types": ["full_attention"] * 3}, ConfigError, "3 entries"),
         ({"layer_types": ["conv"] * 32}, UnsupportedModelError, "has conv"),

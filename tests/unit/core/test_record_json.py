@@ -125,6 +125,8 @@ def test_profile_files(tmp_path: Path) -> None:
         MachineProfile.load(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="not JSON"):
         MachineProfile.from_json("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        MachineProfile.from_json("[" * 100_000)
     with pytest.raises(ConfigError, match="object"):
         MachineProfile.from_json("[]")
 

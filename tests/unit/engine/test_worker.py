@@ -8,8 +8,19 @@ import time
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import DeviceLostError
-from headrace.core.messages import Cancel, Fatal, Outputs, Ready, Shutdown, Snapshot, Submit
+from headrace.core.messages import (
+    Cancel,
+    Explain,
+    Explained,
+    Fatal,
+    Outputs,
+    Ready,
+    Shutdown,
+    Snapshot,
+    Submit,
+)
 from headrace.core.request import FinishReason
+from headrace.engine import explain_requests
 from headrace.engine.worker import run_worker, serve
 from tests.fixtures.late_device import late_engine
 from tests.fixtures.toy_engine import (
@@ -143,6 +154,47 @@ def test_b154_a_cancel_reaches_a_running_request_and_the_gauges_fall_to_zero():
     snapshot = served.until(idle).snapshot
     assert (snapshot.kv_blocks_used, snapshot.requests_aborted_total) == (0, 1)
     assert served.collected()[("a", 0)].finish_reason is FinishReason.CANCELLED
+    served.end()
+
+
+def test_a_cancel_is_answered_where_there_is_no_news():
+    served = Served(toy_engine())
+    served.commands.put(Submit(make_request("a", [1], max_tokens=2)))
+    before = served.until(lambda e: idle(e) and e.snapshot.requests_finished == {"length": 1})
+    time.sleep(0.05)
+    while not served.events.empty():
+        before = served.events.get()
+    for ended in ("a", "nobody"):
+        served.commands.put(Cancel(ended))
+        assert served.until(lambda e: True) == before
+    served.end()
+
+
+def test_steps_that_cannot_be_watched_are_refused_and_go_on():
+    served = Served(
+        toy_engine(ScriptedDecoder(lambda position: 65), context=100_000, num_blocks=6300)
+    )
+    served.commands.put(Submit(make_request("a", [1])))
+    served.until(lambda e: isinstance(e, Outputs))
+    served.commands.put(Explain("why", "decode", 4, 60.0))
+    answer = served.until(lambda e: isinstance(e, (Explained, Fatal)))
+    assert isinstance(answer, Explained)
+    assert answer.report is None
+    assert "no operations to watch" in answer.message
+    served.until(lambda e: isinstance(e, Outputs))  # the request is served as before
+    served.end()
+    assert served.collected()[("a", 0)].finish_reason is FinishReason.CANCELLED
+
+
+def test_a_failure_without_words_is_told_by_its_name(monkeypatch):
+    def fails(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(explain_requests, "this_machine", fails)
+    served = Served(toy_engine())
+    served.commands.put(Explain("why", "decode", 4, 60.0))
+    answer = served.until(lambda e: isinstance(e, Explained))
+    assert (answer.report, answer.message) == (None, "MemoryError: ")
     served.end()
 
 

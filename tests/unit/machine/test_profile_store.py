@@ -66,6 +66,8 @@ def test_the_folder(tmp_path: Path) -> None:
 
 def test_age() -> None:
     assert age_days(PROFILE, datetime(2026, 11, 22, tzinfo=UTC)) == 1.5
+    unsaid = replace(PROFILE, measured_at="2026-11-20T12:00:00")
+    assert age_days(unsaid, datetime(2026, 11, 22, tzinfo=UTC)) == 1.5
     assert age_days(MachineProfile("x", "catalogued", PROFILE.host)) is None
 
 
