@@ -38,11 +38,8 @@ _MODULES: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj"),
     ),
 }
-# What is stored as the matrices are where a scheme covers tables, too.
-_TABLES: Mapping[str, tuple[str, ...]] = {
-    "embedding": ("language_model.model.embed_tokens", "model.language_model.embed_tokens"),
-    "lm_head": ("language_model.lm_head",),
-}
+_EMBEDDING = ("language_model.model.embed_tokens", "model.language_model.embed_tokens")
+_HEAD = ("language_model.lm_head", "lm_head")
 _ROUTER = (("mlp.gate", "mlp.router", "block_sparse_moe.gate"),)
 
 
@@ -83,10 +80,14 @@ def stored_formats(config: Config, layers: Mapping[str, Iterable[int]]) -> Store
     scheme = scheme_of(config, cast("Config", quantised))
     bits: dict[str, float] = {}
     kinds = dict(_MODULES)
+    tables = {"lm_head": scheme.of_head(_HEAD, Stored.of(plain))}
     if scheme.tables:
-        for table, names in _TABLES.items():
-            stored = scheme.of(table, names, Stored.of(plain))
-            formats[table], bits[table] = stored.name or plain, stored.bits
+        tables["embedding"] = scheme.of("embedding", _EMBEDDING, Stored.of(plain))
+    for table, stored in tables.items():
+        formats[table] = stored.name or plain
+        if not stored.name:
+            bits[table] = stored.bits
+    if scheme.tables:
         kinds["router"] = _ROUTER
         layers = {**layers, "router": layers.get("experts", ())}
     for kind, modules in kinds.items():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
@@ -31,6 +31,7 @@ _HINT = (
 )
 DEFAULT_GROUP = 128  # of GPTQ and AWQ, where a configuration leaves it out (transformers 5.24)
 SCALE_BITS = 16  # of a group of whole numbers: bfloat16 or float16
+_GPTQ = ("gptq", "awq", "auto-round", "auto_round")
 # bitsandbytes: float32 for each 64 weights; quantised again, a byte for each 64, a float32 for 256 of those.
 _NF4, _NF4_DOUBLE = 4 + 32 / 64, 4 + 8 / 64 + 32 / (64 * 256)
 
@@ -92,13 +93,17 @@ class Modules:
 
 @dataclass(frozen=True)
 class Scheme:
-    """``left_out`` comes before ``kinds`` (of weights), that before ``named``, that before ``default``."""
+    """``left_out`` comes before ``kinds`` (of weights), that before ``named``, that before ``default``.
+
+    head: whether the output head is stored as these say: not at all, if it is named, or as any matrix
+    """
 
     default: Stored | None = None
     named: tuple[tuple[Modules, Stored], ...] = ()
     left_out: Modules = field(default_factory=Modules)
     kinds: Mapping[str, Stored] = field(default_factory=dict[str, Stored])
     tables: bool = False  # embedding and output head are stored as the default, too
+    head: Literal["no", "named", "as any"] = "no"
 
     def of(self, kind: str, names: Iterable[str], plain: Stored) -> Stored:
         """How the module is stored that has one of these names; ``plain``: what is not quantised."""
@@ -111,6 +116,13 @@ class Scheme:
             if any(modules.has(name) for name in names):
                 return stored
         return self.default or plain
+
+    def of_head(self, names: Iterable[str], plain: Stored) -> Stored:
+        """How the output head is stored."""
+        if self.head == "no":
+            return plain
+        covers = self if self.head == "as any" else replace(self, default=None)
+        return covers.of("lm_head", names, plain)
 
 
 def scheme_of(config: Config, quantised: Config) -> Scheme:
@@ -135,7 +147,10 @@ def scheme_of(config: Config, quantised: Config) -> Scheme:
             f"quantization_config.quant_method is {method!r}, whose bytes are not known here",
             hint=_HINT,
         )
-    return Scheme(default, named, left_out, kinds)
+    head = "named"
+    if method in _GPTQ:  # whose exceptions are of what is quantised at all
+        head = "as any" if quantised.get("lm_head") is True else "no"
+    return Scheme(default, named, left_out, kinds, head=head)
 
 
 _Named = tuple[tuple[Modules, Stored], ...]
@@ -145,7 +160,7 @@ def _linear(method: str, quantised: Config) -> tuple[Stored | None, _Named]:
     """What matrices are stored in, and those that are stored otherwise."""
     if method in ("fp8", "fbgemm_fp8"):
         return FP8, ()
-    if method in ("gptq", "awq", "auto-round", "auto_round"):
+    if method in _GPTQ:
         return _grouped(quantised), _dynamic(quantised)
     if method == "bitsandbytes":
         return _bitsandbytes(quantised), ()
@@ -174,7 +189,8 @@ def _mlx(quantised: Config) -> Scheme:
             named.append((Modules.of([name]), _mlx_stored(values)))
         elif own is False:
             plain.append(name)
-    return Scheme(_mlx_stored(quantised), tuple(named), Modules.of(plain), tables=True)
+    default, left_out = _mlx_stored(quantised), Modules.of(plain)
+    return Scheme(default, tuple(named), left_out, tables=True, head="as any")
 
 
 def _mlx_stored(values: Config) -> Stored:

@@ -118,6 +118,29 @@ def test_mlxs_tables_and_routers_have_numbers_of_their_own():
     assert {kind: spec.bits(kind) for kind in wanted} == wanted
 
 
+@pytest.mark.parametrize(
+    ("quantised", "expected"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True}, 4 + 20 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": False}, 16),
+        # An exception of what is quantised, which the head is not.
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, 16),
+        (compressed({"targets": ["Linear"], "weights": INT4}), 16),
+        (
+            compressed(
+                {"targets": ["Linear"], "weights": INT4},
+                {"targets": ["re:.*lm_head"], "weights": {"num_bits": 8, "type": "int"}},
+            ),
+            8,
+        ),
+        (compressed({"targets": ["lm_head"], "weights": INT4}, ignore=["lm_head"]), 16),
+    ],
+)
+def test_an_output_head_is_quantised_where_it_is_said(quantised, expected):
+    assert bits(quantised)["lm_head"] == pytest.approx(expected)
+    assert bits(quantised)["embedding"] == 16
+
+
 def test_gptqmodels_exceptions():
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     left_out = {**quantised, "dynamic": {"-:.*self_attn.*": {}}}
