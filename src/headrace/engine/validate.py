@@ -6,16 +6,14 @@ import math
 
 from headrace.core.errors import ContextLengthError, RequestError
 from headrace.core.request import GenerationRequest, SamplingParams
-
-# Both from OpenAI's API reference (chat completions: n, top_logprobs); a bound of some kind is
-# needed, since each sequence and each alternative takes memory.
-MAX_N = 128
-MAX_LOGPROBS = 20
-# Also OpenAI's: presence_penalty and frequency_penalty, logit_bias.
-MAX_PENALTY = 2.0
-MAX_BIAS = 100.0
-# Nobody defines a range; people use 1 to 1.3. By far less than this logits grow beyond float32.
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+from headrace.core.sampling_limits import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+)
 
 
 def validate_length(num_prompt: int, limit: int, context: int) -> None:
@@ -97,8 +95,8 @@ def _check_numbers(p: SamplingParams) -> None:
 def _check_counts(p: SamplingParams) -> None:
     if p.top_k < -1:
         raise _refuse("top_k", p.top_k, "1 or more, or 0 or -1 to switch it off")
-    if not 1 <= p.n <= MAX_N:
-        raise _refuse("n", p.n, f"from 1 to {MAX_N}")
+    if not 1 <= p.n <= MAX_CHOICES:
+        raise _refuse("n", p.n, f"from 1 to {MAX_CHOICES}")
     if p.max_tokens is not None and p.max_tokens < 1:
         raise _refuse("max_tokens", p.max_tokens, "1 or more, or absent")
     for name in ("logprobs", "prompt_logprobs"):
@@ -115,10 +113,10 @@ def _check_tokens(p: SamplingParams, vocab: int) -> None:
     if len({i for i, _ in p.logit_bias}) < len(p.logit_bias):
         raise RequestError("logit_bias names a token id twice", param="logit_bias")
     for token_id, bias in p.logit_bias:
-        if not -MAX_BIAS <= bias <= MAX_BIAS:
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to "
-                f"{MAX_BIAS}",
+                f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_LOGIT_BIAS} to "
+                f"{MAX_LOGIT_BIAS}",
                 param="logit_bias",
             )
 

@@ -19,15 +19,18 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.core.errors import RequestError
+from headrace.core.sampling_limits import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+)
 
 # torch and NumPy generators take signed and unsigned 64-bit seeds; OpenAI's are signed.
 _MIN_SEED, _MAX_SEED = -(2**63), 2**63 - 1
-MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
-MAX_CHOICES = 128  # OpenAI's limit for n
 MAX_STOPS = 64  # OpenAI allows 4; agents send more
-MAX_LOGIT_BIAS = 100.0  # OpenAI's range is -100 to 100
-# The same as the engine's (``engine.validate``), which this process does not import.
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 MAX_ECHO = 80  # characters of a wrong value that a message repeats
 
@@ -109,8 +112,8 @@ class SamplingFields(_Model):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
     repetition_penalty: (
         Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
     ) = None
