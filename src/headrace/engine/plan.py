@@ -117,23 +117,27 @@ def _at_once(
         return replace(workload, concurrency=count)
 
     @cache
-    def most(count: int) -> float:
+    def shortest(count: int) -> _Decoding | None:
         """With the shortest chunks: longer ones take slots away, and make no count faster."""
         if count not in layouts:
             layouts[count] = lay_out(spec, machine, work(count))
         if layouts[count].mode not in ("vram", "ram", "disk") and count != workload.concurrency:
-            return 0.0
-        return _decoding(spec, machine, work(count), layouts[count], engine).tokens_s
+            return None
+        return _decoding(spec, machine, work(count), layouts[count], engine)
+
+    def most(count: int) -> float:
+        decoding = shortest(count)
+        return 0.0 if decoding is None else decoding.tokens_s
 
     found: tuple[int, Layout, _Decoding] | None = None
     for count in sorted(refined(sorted(layouts), most), key=lambda count: -most(count)):
-        if found is not None and most(count) <= found[2].tokens_s:
+        plain = shortest(count)
+        if plain is None or (found is not None and plain.tokens_s <= found[2].tokens_s):
             break
         one = layouts[count]
         chunked = None
         if one.mode in ("ram", "disk"):
             chunked = _with_chunks(spec, machine, work(count), one.mode, engine)
-        plain = _decoding(spec, machine, work(count), one, engine)
         layout, decoding = chunked or (one, plain)
         if found is None or decoding.tokens_s > found[2].tokens_s:
             found = count, layout, decoding

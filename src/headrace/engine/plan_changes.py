@@ -10,7 +10,7 @@ from headrace.core.config_library import bundled_model, bundled_names
 from headrace.core.errors import HeadraceError
 from headrace.core.plan_spec import KINDS, PlanSpec
 from headrace.engine.plan import Plan, make_plan, with_rate
-from headrace.engine.plan_memory import Workload, fewer_at_once, lay_out
+from headrace.engine.plan_memory import Layout, Workload, fewer_at_once, lay_out
 from headrace.explain.step_cost import KV_BITS
 from headrace.explain.units_text import figures
 from headrace.machine.profile import MachineProfile
@@ -120,8 +120,9 @@ def faster_ways(plan: Plan) -> list[str]:
     return []
 
 
-def _good(plan: Plan) -> bool:
-    return plan.layout.mode not in ("none", "disk")
+def _holds(layout: Layout) -> bool:
+    """Whether memory does, without the disk."""
+    return layout.mode not in ("none", "disk")
 
 
 def _fits(spec: PlanSpec, machine: MachineProfile, work: Workload) -> bool:
@@ -129,7 +130,7 @@ def _fits(spec: PlanSpec, machine: MachineProfile, work: Workload) -> bool:
     layouts = [lay_out(spec, machine, work)]
     if machine.gpu is not None and work.concurrency > 1:
         layouts += fewer_at_once(spec, machine, work).values()
-    return any(layout.mode not in ("none", "disk") for layout in layouts)
+    return any(map(_holds, layouts))
 
 
 def _shorter(plan: Plan) -> list[str]:
@@ -148,7 +149,7 @@ def _fewer(plan: Plan) -> list[str]:
     while high - low > 1:
         middle = (low + high) // 2
         work = replace(plan.workload, concurrency=middle)
-        if lay_out(plan.spec, plan.machine, work).mode not in ("none", "disk"):
+        if _holds(lay_out(plan.spec, plan.machine, work)):
             low = middle
         else:
             high = middle
@@ -214,7 +215,7 @@ def _other_models(plan: Plan) -> list[str]:
         if not _fits(spec, plan.machine, work):
             continue
         other = make_plan(spec, plan.machine, work)
-        if _good(other) and other.speed is not None:
+        if _holds(other.layout) and other.speed is not None:
             speed = other.speed.tokens_s.expected
             return [f"the largest bundled model that fits is {spec.name} ({figures(speed)} tok/s)"]
     return []
