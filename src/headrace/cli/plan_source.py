@@ -70,9 +70,8 @@ def _read_path(path: Path) -> PlanSpec:
 def _read_config(file: Path, name: str = "") -> PlanSpec:
     """``name``: of the model; if not given, the file's own, or its folder's for a config.json."""
     config = _read_object(file)
-    quantised = (
-        file.parent / "hf_quant_config.json"
-    )  # ModelOpt's, where config.json does not say it
+    # ModelOpt's, where config.json does not say it
+    quantised = file.parent / "hf_quant_config.json"
     if not config.get("quantization_config") and quantised.is_file():
         inner = _read_object(quantised).get("quantization")
         if isinstance(inner, dict):

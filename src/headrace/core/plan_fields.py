@@ -32,13 +32,10 @@ def names(config: Config, name: str) -> list[str]:
 def counts(config: Config, name: str) -> list[int]:
     """A list of whole numbers of at least 0, empty where there is none."""
     what = "whole numbers of at least 0"
-    found = [
-        n
-        for n in _list(config, name, what)
-        if isinstance(n, int) and not isinstance(n, bool) and n >= 0
-    ]
-    if len(found) < len(_list(config, name, what)):
-        raise _no_list(name, config[name], what)
+    given = _list(config, name, what)
+    found = [n for n in given if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    if len(found) < len(given):
+        raise _no_list(name, given, what)
     return found
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from headrace.core.errors import UnsupportedModelError
+from headrace.core.plan_fields import HINT, Config
 from headrace.core.plan_quantisation import Scheme, Stored, scheme_of
 from headrace.core.plan_spec import KINDS
-
-Config = Mapping[str, Any]
 
 _PLAIN = {
     "float32": "f32",
@@ -75,7 +74,7 @@ def stored_formats(config: Config, layers: Mapping[str, Iterable[int]]) -> Store
     if not isinstance(quantised, Mapping):
         raise UnsupportedModelError(
             f"config.json: quantization_config is {quantised!r}; it must be an object",
-            hint="is this a language model's config.json, as it was published?",
+            hint=HINT,
         )
     scheme = scheme_of(config, cast("Config", quantised))
     bits: dict[str, float] = {}

@@ -11,9 +11,8 @@ from headrace.core.words import counted
 
 # The same thing by the names in use for it.
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-_CHOSEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
-    *("moe_topk", "moe_top_k", "moe_k"),
+_CHOSEN = tuple(
+    "num_experts_per_tok num_experts_per_token experts_per_token moe_topk moe_top_k moe_k".split()
 )
 _SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
 _SHARED_INNER = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")

@@ -14,8 +14,7 @@ from typing import Any, Literal, cast
 
 from headrace.core.errors import ConfigError, UnsupportedModelError
 from headrace.core.numeric import FORMATS
-
-Config = Mapping[str, Any]
+from headrace.core.plan_fields import HINT, Config
 
 # Where modules that are left out are listed: transformers, compressed-tensors, ModelOpt, bitsandbytes.
 LEFT_OUT = (
@@ -25,7 +24,7 @@ LEFT_OUT = (
     "exclude_modules",
     "llm_int8_skip_modules",
 )
-_HINT = (
+_KNOWN = (
     "known: mxfp4, fp8, gptq, awq, bitsandbytes, and FP8, NVFP4 or whole numbers by modelopt or "
     "compressed-tensors; or plan the .gguf file"
 )
@@ -145,7 +144,7 @@ def scheme_of(config: Config, quantised: Config) -> Scheme:
     if default is None and not named:
         raise UnsupportedModelError(
             f"quantization_config.quant_method is {method!r}, whose bytes are not known here",
-            hint=_HINT,
+            hint=_KNOWN,
         )
     head = "named"
     if method in _GPTQ:  # whose exceptions are of what is quantised at all
@@ -238,7 +237,7 @@ def _by_layer(layers: Config) -> _Named:
             raise UnsupportedModelError(
                 f"quantization_config.quantized_layers[{name!r}] is {entry!r}, whose bytes are not known "
                 "here",
-                hint=_HINT,
+                hint=_KNOWN,
             )
         names.setdefault(stored, []).append(str(name))
     return tuple((Modules.of(each), stored) for stored, each in names.items())
@@ -260,7 +259,7 @@ def _by_group(groups: Config, quantised: Config) -> tuple[Stored | None, _Named]
                 f"quantization_config.config_groups[{name!r}]: weights are {weights!r}"
                 + (f" in format {form!r}" if form else "")
                 + ", whose bytes are not known here",
-                hint=_HINT,
+                hint=_KNOWN,
             )
         targets = group.get("targets")
         wanted = (
@@ -323,7 +322,7 @@ def _whole(bits: object, group: object, *, zero_points: bool) -> Stored:
         if not fine or isinstance(value, bool):
             raise ConfigError(
                 f"config.json: quantization_config has {value!r} for {name}; it must be a whole number",
-                hint="is this a language model's config.json, as it was published?",
+                hint=HINT,
                 param="quantization_config",
             )
     number, each = cast("int", bits), cast("int | None", group) or 0
@@ -337,6 +336,6 @@ def _expression(text: str) -> re.Pattern[str]:
     except re.error as error:
         raise ConfigError(
             f"config.json: quantization_config has {text!r}, which is no regular expression: {error}",
-            hint="is this a language model's config.json, as it was published?",
+            hint=HINT,
             param="quantization_config",
         ) from None

@@ -42,16 +42,9 @@ _DEFAULTS: Mapping[str, Config] = {
 # Layers that draft further tokens.
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Layers that are neither attention nor linear attention as it is read here are said by these keys.
-_OTHER_LAYERS = (
-    *("hybrid_override_pattern", "layers_block_type", "block_types", "attn_layer_period"),
-    *(
-        "attn_type_list",
-        "linear_attn_config",
-        "mamba_d_state",
-        "mamba_d_ssm",
-        "ssm_state_size",
-        "ssm_cfg",
-    ),
+_OTHER_LAYERS = tuple(
+    """hybrid_override_pattern layers_block_type block_types attn_layer_period attn_type_list
+    linear_attn_config mamba_d_state mamba_d_ssm ssm_state_size ssm_cfg""".split()
 )
 
 
