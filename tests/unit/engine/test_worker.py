@@ -67,6 +67,16 @@ class Served:
             self.seen.append(self.events.get())
 
 
+def long_answer():
+    """A loop amid the answer of a request "a", which would go on for 100,000 tokens."""
+    served = Served(
+        toy_engine(ScriptedDecoder(lambda position: 65), context=100_000, num_blocks=6300)
+    )
+    served.commands.put(Submit(make_request("a", [1])))
+    served.until(lambda e: isinstance(e, Outputs))
+    return served
+
+
 def idle(event):
     return (
         isinstance(event, Snapshot)
@@ -144,11 +154,7 @@ def test_impossible_requests_fail_with_their_own_error():
 
 
 def test_b154_a_cancel_reaches_a_running_request_and_the_gauges_fall_to_zero():
-    served = Served(
-        toy_engine(ScriptedDecoder(lambda position: 65), context=100_000, num_blocks=6300)
-    )
-    served.commands.put(Submit(make_request("a", [1])))
-    served.until(lambda e: isinstance(e, Outputs))
+    served = long_answer()
     served.commands.put(Cancel("a"))
     served.commands.put(Cancel("nobody"))
     snapshot = served.until(idle).snapshot
@@ -171,11 +177,7 @@ def test_a_cancel_is_answered_where_there_is_no_news():
 
 
 def test_steps_that_cannot_be_watched_are_refused_and_go_on():
-    served = Served(
-        toy_engine(ScriptedDecoder(lambda position: 65), context=100_000, num_blocks=6300)
-    )
-    served.commands.put(Submit(make_request("a", [1])))
-    served.until(lambda e: isinstance(e, Outputs))
+    served = long_answer()
     served.commands.put(Explain("why", "decode", 4, 60.0))
     answer = served.until(lambda e: isinstance(e, (Explained, Fatal)))
     assert isinstance(answer, Explained)
@@ -199,11 +201,7 @@ def test_a_failure_without_words_is_told_by_its_name(monkeypatch):
 
 
 def test_shutdown_gives_every_request_its_last_word():
-    served = Served(
-        toy_engine(ScriptedDecoder(lambda position: 65), context=100_000, num_blocks=6300)
-    )
-    served.commands.put(Submit(make_request("a", [1])))
-    served.until(lambda e: isinstance(e, Outputs))
+    served = long_answer()
     served.end()
     assert served.collected()[("a", 0)].finish_reason is FinishReason.CANCELLED
     assert served.seen[-1].snapshot.running == 0
