@@ -77,6 +77,19 @@ def test_answers_do_not_depend_on_chunks_sharing_and_preemption(load, kv_format)
     assert seen.preemptions_total > 0
 
 
+def served(engine, requests, max_blocks):
+    """What the requests got, with all books checked after each step, and the steps on their way in sum."""
+    for request in requests:
+        engine.submit(request)
+    done, flying = Collected(), 0
+    while engine.has_work():
+        done.take(engine.step())
+        engine._scheduler.check()
+        engine._runner._open.check(max_blocks=max_blocks)
+        flying += len(engine._flights)
+    return done, flying
+
+
 def captured(parts):
     """An engine whose decoding steps run as a GPU's do: fixed tensors, padded batches.
 
@@ -134,21 +147,14 @@ def test_pages_are_sealed_by_steps_that_run_ahead(load, kv_format):
         config = EngineConfig(
             model="tiny", device="cpu", kv_format=kv_format, threads=1, kv_tokens=320, **given
         )
-        engine, flying = Engine(load_parts(config)), 0
+        engine = Engine(load_parts(config))
         if late:
             device = LateDevice(5)
             parts = load_parts(config)
             parts = replace(parts, device=device, decoder=InOrder(parts.decoder, device))
             engine, _ = captured(parts)
             del engine.parts.graphs.run  # as it was
-        for request in requests:
-            engine.submit(request)
-        done = Collected()
-        while engine.has_work():
-            done.take(engine.step())
-            engine._scheduler.check()
-            engine._runner._open.check(max_blocks=4)
-            flying += len(engine._flights)
+        done, flying = served(engine, requests, max_blocks=4)
         assert not done.failed
         assert engine.snapshot().kv_blocks_used == 0
         assert (flying > 20) == late
@@ -207,13 +213,7 @@ def test_a_step_ahead_that_fails_seals_nothing_and_opens_nothing(load, behind):
         post(source)
 
     graphs._inputs.fill, graphs._read.post = filling, posting
-    for request in requests:
-        engine.submit(request)
-    done = Collected()
-    while engine.has_work():
-        done.take(engine.step())
-        engine._scheduler.check()
-        engine._runner._open.check(max_blocks=3)
+    done, _ = served(engine, requests, max_blocks=3)
     assert len(failed) > 10
     assert not done.failed
     assert {key: a.token_ids for key, a in done.items()} == wanted
